@@ -27,10 +27,10 @@ POLICIES = ("exact", "at_least")
 
 def documents(count: int, longest: int, rank: int) -> list[Sample]:
     """Documents of 64 to `longest` tokens, half of them response."""
-    rng, found = random.Random(rank), []
+    rng, samples = random.Random(rank), []
     for i in range(count):
         half = rng.randint(32, longest // 2)
-        found.append(
+        samples.append(
             Sample.build(
                 tokens=[rng.randrange(1000) for _ in range(2 * half)],
                 response_length=half,
@@ -40,7 +40,7 @@ def documents(count: int, longest: int, rank: int) -> list[Sample]:
                 rollout_id=f"{rank}-{i}",
             )
         )
-    return found
+    return samples
 
 
 def plan(batches: list, group: dist.ProcessGroup) -> None:

@@ -27,15 +27,15 @@ def static_times(lengths: list[int], cp_size: int, args: argparse.Namespace) -> 
     """Of one size for all: rows of equal tokens, as `cut_microbatches` makes them, and of equal cost."""
     replicas = args.ranks // cp_size
     costs = [document_cost(n, args.attention_length) for n in lengths]
-    found = []
+    longest = []
     for weights, count in ((lengths, replicas * args.microbatches), (costs, replicas)):
         loads, times = [0.0] * count, [0.0] * replicas
         for i in sorted(range(len(lengths)), key=lambda i: -weights[i]):
             row = min(range(count), key=loads.__getitem__)
             loads[row] += weights[i]
             times[row % replicas] += costs[i] / cp_size
-        found.append(max(times))
-    return found[0], found[1]
+        longest.append(max(times))
+    return longest[0], longest[1]
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--mu", type=float, default=8.3, help="of the logarithm of a length")
     parser.add_argument("--sigma", type=float, default=1.3)
     parser.add_argument("--longest", type=int, default=131072)
-    parser.add_argument("--max-tokens", type=int, default=16384, help="of a row, on each rank")
+    parser.add_argument("--max-tokens", type=int, default=16384, help="tokens of a row on each rank")
     parser.add_argument("--attention-length", type=float, default=12 * 4096, help="A, 12 times the hidden size")
     parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()

@@ -57,18 +57,18 @@ class Others:
         """Unit rows of all ranks that rank 0 owns, and what the others answer to its own."""
         kinds = exchange.KINDS.values()
         is_0s = torch.stack([exchange._owners(rows[:, kind], self.ranks) == 0 for kind in kinds]).any(dim=0)
-        found = []
+        messages = []
         for rank in (is_0s.nonzero().flatten() // self.samples).unique().tolist():
             mine = table_of(rows[rank * self.samples : (rank + 1) * self.samples])
             units = torch.cat([exchange._own_units(mine, rule, kind, rank).rows for kind in kinds])
             units = units[exchange._owners(units[:, exchange._KEY], self.ranks) == 0]
-            found.append(torch.cat([torch.full((len(units), 1), rank), units], dim=1))
+            messages.append(torch.cat([torch.full((len(units), 1), rank), units], dim=1))
         first = torch.cat([exchange._own_units(table_of(rows[: self.samples]), rule, kind, 0).rows for kind in kinds])
         first = first[exchange._owners(first[:, exchange._KEY], self.ranks).argsort(stable=True)]
         totals = []
         for kind, key in first[:, [exchange._KIND, exchange._KEY]].tolist():
             totals.append(rows[rows[:, kind] == key][:, rule.counted].sum(dim=0))
-        return torch.cat(found), torch.stack(totals)
+        return torch.cat(messages), torch.stack(totals)
 
     def gather(self, values: Tensor, group: object, error: Exception | None = None) -> Tensor:
         """Every rank has as many samples."""
@@ -78,13 +78,13 @@ class Others:
     def all_to_all(self, values: Tensor, sent: Tensor, received: Tensor, group: object) -> Tensor:
         """Sizes, rows, answers, in this order."""
         if values.dim() == 1:
-            found = torch.bincount(self._rows[:, 0], minlength=self.ranks).int()
+            answer = torch.bincount(self._rows[:, 0], minlength=self.ranks).int()
         elif values.shape[1] == self._answers.shape[1]:
-            found = self._answers
+            answer = self._answers
         else:
-            found = self._rows[:, 1:]
-        self.received += found.nbytes
-        return found
+            answer = self._rows[:, 1:]
+        self.received += answer.nbytes
+        return answer
 
     def all_reduce(self, values: Tensor, operation: object, group: object) -> Tensor:
         """A ring brings what is summed twice."""
@@ -106,13 +106,11 @@ def measured(rows: Tensor, aggregation: str, ranks: int, samples: int, repeats: 
     ):
         for _ in range(repeats):
             others.received, begun = 0, time.perf_counter()
-            found = plan.plan_from_table(local, rule, error=None, group=object())
+            result = plan.plan_from_table(local, rule, error=None, group=object())
             times.append(time.perf_counter() - begun)
     expected = plan.plan_from_table(table_of(rows), rule, error=None, group=None)
-    if found.denominators.tolist() != expected.denominators[:samples].tolist():
-        raise SystemExit(
-            f"{aggregation} at {ranks} ranks: denominators differ from those of a plan that sees all samples"
-        )
+    if result.denominators.tolist() != expected.denominators[:samples].tolist():
+        raise SystemExit(f"{aggregation} at {ranks} ranks: denominators differ from a plan that sees all samples")
     return others.received, statistics.median(times)
 
 
@@ -120,7 +118,7 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="64,1024,4096,16384", help="data-parallel sizes")
-    parser.add_argument("--samples", type=int, default=64, help="of each rank")
+    parser.add_argument("--samples", type=int, default=64, help="samples of each rank")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -57,7 +57,7 @@ class Taught:
         head = Head(mode=mode, main_grad=problem.main_grad)
 
         def run():
-            found = policy_gradient_head_loss(
+            out = policy_gradient_head_loss(
                 problem.hidden,
                 problem.weight,
                 PolicyLoss(terms, self.fields),
@@ -66,7 +66,7 @@ class Taught:
                 rows=problem.rows,
                 teacher_weight=self.weight,
             )
-            found.loss.backward()
+            out.loss.backward()
             problem.hidden.grad = None
 
         return run
@@ -76,15 +76,14 @@ class Taught:
     ) -> tuple[PolicyGradientLoss, list[torch.Tensor]]:
         """The result, and the gradients by hidden states and weight."""
         leaves = [
-            each.detach().to(dtype, copy=True).requires_grad_() for each in (self.problem.hidden, self.problem.weight)
+            tensor.detach().to(dtype, copy=True).requires_grad_()
+            for tensor in (self.problem.hidden, self.problem.weight)
         ]
         options = {"rows": self.problem.rows, "teacher_weight": self.weight.to(dtype)}
         policy_loss = PolicyLoss(terms, self.fields)
-        found = policy_gradient_head_loss(
-            *leaves, policy_loss, Vocabulary.of(len(self.weight)), Head(**head), **options
-        )
-        found.loss.backward()
-        return found, [leaf.grad for leaf in leaves]
+        out = policy_gradient_head_loss(*leaves, policy_loss, Vocabulary.of(len(self.weight)), Head(**head), **options)
+        out.loss.backward()
+        return out, [leaf.grad for leaf in leaves]
 
 
 def errors(taught: Taught, kind: str) -> str:
@@ -93,10 +92,10 @@ def errors(taught: Taught, kind: str) -> str:
     wanted, exact = taught.gradients(only, torch.float64, impl="torch")
     shown = []
     for backward in ("bf16", "split"):
-        found, gradients = taught.gradients(only, torch.bfloat16, backward=backward)
+        out, gradients = taught.gradients(only, torch.bfloat16, backward=backward)
         off = [float((a.double() - b).norm() / b.norm()) for a, b in zip(gradients, exact, strict=True)]
         shown.append(f"{backward}: dx {off[0]:.1e}, dw {off[1]:.1e}")
-    apart = (found.term_losses.double() - wanted.term_losses).abs().max()
+    apart = (out.term_losses.double() - wanted.term_losses).abs().max()
     return (
         f"{kind}: divergence {float(apart):.1e} of {float(wanted.term_losses.mean()):.2f}; gradients, "
         f"{'; '.join(shown)}"

@@ -141,12 +141,12 @@ def old_logprobs(model: DistributedDataParallel, options: argparse.Namespace) ->
         torch.distributed.all_gather(parts, weight)
         weight = torch.cat(parts)
     hidden = kept["hidden"]
-    found, half = [], options.sequence // 2
+    logprobs, half = [], options.sequence // 2
     for i in range(options.rows):
         logits = hidden[options.sequence - half - 1 : -1, i].float() @ weight.t()
         targets = batch.tokens[i, -half:].cuda()
-        found.append(logits.log_softmax(-1).gather(1, targets[:, None])[:, 0].cpu())
-    return found
+        logprobs.append(logits.log_softmax(-1).gather(1, targets[:, None])[:, 0].cpu())
+    return logprobs
 
 
 def main() -> None:

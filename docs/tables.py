@@ -16,7 +16,8 @@ from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS
 from megatron_pg.declarations.declaration import Reads
 from megatron_pg.declarations.loss_terms import KINDS
 from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.metrics.table import LIMITS, METRICS, Metric
+from megatron_pg.metrics.limits import LIMITS, SIGNS
+from megatron_pg.metrics.table import METRICS, Metric
 from megatron_pg.mismatch.causes import CAUSES
 
 DOCS = Path(__file__).parent
@@ -147,7 +148,7 @@ def metrics() -> str:
 def _metric_row(m: Metric) -> tuple[str, ...]:
     needs = f"; needs `{m.needs}`" if m.needs else f"; {ONLY_WITH[m.only_with]}" if m.only_with else ""
     what = (m.equation, DIVIDED_BY[m.kind], m.unit, m.meaning + needs)
-    return (f"`{m.name}`", f"`{m.level}`", *what, *map(str, m.signs))
+    return (f"`{m.name}`", f"`{m.level}`", *what, *map(str, SIGNS.get(m.name, ("–", "–"))))
 
 
 def red_flags() -> str:
@@ -257,7 +258,6 @@ def counts() -> dict[str, int]:
 PROVED = {  # rows of docs/proof.md, of which pages quote the number of cases
     "proved partitions": "partitions, float64: gradients within 1e-12",
     "proved objective steps": "objectives × aggregation × correction × KL × entropy over layouts, float64: within 1e-12 of the oracle",
-    "seeded mistakes": "seeded bugs caught",
     "killed source mutants": "Mutants of the source killed by the default tier",
 }
 

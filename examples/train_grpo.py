@@ -43,7 +43,7 @@ if not torch.cuda.is_available():
 from cpu import local_layers
 from cpu.hybrid_layers import HybridModel, hybrid_model
 from evidence.other_trainers import microbatch_means, without_sampling_mask
-from loop.rollout_documents import SampledDocuments, behind, groups_of
+from loop.rollout_documents import SampledDocuments, groups_of, skip_documents
 from loop.run_folder import RunFolder, say
 from megatron.core import parallel_state as mpu
 from megatron.core.enums import ModelType
@@ -225,7 +225,7 @@ class Example:
             _check_fits(sample, args)
         rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         groups = groups_of(samples, _group_field(args))[rank::size]
-        return Documents(begin=lambda position: behind(groups, position))
+        return Documents(begin=lambda position: skip_documents(groups, position))
 
     def sampled_documents(self, args) -> Documents:
         """Right answers first, then rollouts of the policy at the time when this rank needs them."""
@@ -320,10 +320,10 @@ class Example:
     def _taught(self, samples: list[Sample], policy: Policy) -> list[Sample]:
         """The samples with the teacher's log-probabilities, if there is one, and with what the correction reads of
         their policy."""
-        found = {"old_entropies": policy.entropies} if _reads_entropies(get_args()) else {}
+        values = {"old_entropies": policy.entropies} if _reads_entropies(get_args()) else {}
         if self.teacher is not None:
-            found["teacher_logprobs"] = self.teacher.score
-        for name, values_of in found.items():
+            values["teacher_logprobs"] = self.teacher.score
+        for name, values_of in values.items():
             samples = with_values(samples, name, values_of)
         return samples
 
@@ -373,8 +373,10 @@ def microbatches(samples: list[Sample], args, **ranks: int) -> list[PackedBatch]
 
 
 def _version(args) -> int:
-    """Of the rollout file."""
-    return 2 if args.teacher or args.demonstrations_per_step or args.top_p < 1 or _reads_entropies(args) else 1
+    """Version of the rollout file that the run's samples need."""
+    if args.demonstrations_per_step or args.top_p < 1:
+        return 3
+    return 2 if args.teacher or _reads_entropies(args) else 1
 
 
 def _reads_entropies(args) -> bool:
@@ -397,8 +399,8 @@ def _steps_per_batch(args) -> int:
 
 def _sampled_steps(args) -> int:
     """Optimizer steps that have samples when a run resumes: to the end of the rollout batch that is open, if one is."""
-    behind = max(args.iteration - args.warm_up_iters, 0) % _steps_per_batch(args)
-    return args.iteration + (_steps_per_batch(args) - behind if behind else 0)
+    trained = max(args.iteration - args.warm_up_iters, 0) % _steps_per_batch(args)
+    return args.iteration + (_steps_per_batch(args) - trained if trained else 0)
 
 
 def open_batch(step: int, args) -> list[list[Sample]]:
@@ -410,15 +412,15 @@ def open_batch(step: int, args) -> list[list[Sample]]:
     except RolloutFileError:  # a header alone: nothing was sampled in this folder
         samples = []
     left = [[s for s in samples if s.step == number] for number in range(step, _sampled_steps(args))]
-    for number, found in enumerate(left, start=step):
-        if len(found) != args.global_batch_size:
+    for number, samples in enumerate(left, start=step):
+        if len(samples) != args.global_batch_size:
             raise ValueError(
-                f"{path} holds {len(found)} of the {args.global_batch_size} samples of step {number}, whose rollout "
+                f"{path} has {len(samples)} of the {args.global_batch_size} samples of step {number}, whose rollout "
                 "batch was open when the checkpoint was saved, so the run cannot go on as it was. Resume with the "
                 "--run-dir and the flags of that run, or from a checkpoint between two batches (every "
                 f"{_steps_per_batch(args)} steps after --warm-up-iters)."
             )
-    return [found[rank * count : (rank + 1) * count] for found in left]
+    return [samples[rank * count : (rank + 1) * count] for samples in left]
 
 
 def exact_match(policy: Policy, args) -> float:
@@ -452,17 +454,47 @@ def _check_fits(sample: Sample, args) -> None:
 
 
 def check_example(args) -> None:
-    """Refuse sizes of the example that do not divide, and what it would overwrite or could not learn."""
+    """Refuse sizes that do not divide, and files and flags that the example cannot combine."""
+    size = mpu.get_data_parallel_world_size()
+    _check_demonstrations(args, size)
+    _check_rollouts(args, size)
+    _check_division(args, size)
+    _check_layers(args)
+    _check_task(args)
+    if ignored := _without_effect(args):
+        raise ValueError(f"{ignored} has no effect here. Leave it out.")
+
+
+def _check_rollouts(args, size: int) -> None:
+    """Where rollouts come from: this run, --rollouts, or documents."""
     if args.teacher and (args.rollouts or args.docs_per_step):
         raise ValueError(
-            f"--teacher {args.teacher} scores what is sampled in steps; with --rollouts the file holds "
-            "teacher_logprobs, and --docs-per-step samples elsewhere. Leave one of them out."
+            f"--teacher {args.teacher} scores rollouts that this run samples in steps. Leave out --rollouts and "
+            "--docs-per-step."
         )
     if not 0 < args.top_p <= 1 or (args.top_p < 1 and (args.rollouts or args.docs_per_step)):
         raise ValueError(
             f"--top-p {args.top_p} is not valid: it must be above 0 and at most 1, and below 1 it needs rollouts that "
             "this run samples in steps, without --rollouts and --docs-per-step."
         )
+    if args.docs_per_step and not args.rollouts and args.num_experts and size > 1:
+        raise ValueError(
+            f"--num-experts {args.num_experts} with --docs-per-step on {size} data-parallel ranks: every rank samples "
+            "when its own rollouts are used up, and ranks that share its experts would not take part. Train from "
+            "--rollouts."
+        )
+    if args.rollouts and Path(args.rollouts).resolve() == (Path(args.run_dir) / "rollouts.jsonl").resolve():
+        raise ValueError(
+            f"--rollouts {args.rollouts} is the file that this run would overwrite. Choose another --run-dir."
+        )
+    if args.cached_sampling and (reason := _cannot_cache(args)):
+        raise ValueError(
+            f"--cached-sampling does not support {reason}: one rank keeps a row's keys and values, for prompts of one "
+            "length. Leave it out."
+        )
+
+
+def _check_demonstrations(args, size: int) -> None:
     if args.demonstrations_per_step and (args.rollouts or args.docs_per_step):
         raise ValueError(
             f"--demonstrations-per-step {args.demonstrations_per_step} needs rollouts that this run samples in steps. "
@@ -473,32 +505,38 @@ def check_example(args) -> None:
             f"--microbatch-means {args.microbatch_means} reweighs advantages, and the samples of "
             f"--demonstrations-per-step {args.demonstrations_per_step} have none. Leave one of them out."
         )
-    samples, size = args.prompts_per_rollout * args.group_size, mpu.get_data_parallel_world_size()
-    if args.microbatch_means and (
-        args.loss_aggregation != "token_mean" or args.global_batch_size % args.microbatch_means or size > 1
-    ):
-        raise ValueError(
-            f"--microbatch-means {args.microbatch_means} reweighs token_mean of one rank in equal parts of "
-            f"--global-batch-size {args.global_batch_size}, not {args.loss_aggregation} on {size} data-parallel ranks "
-            "or parts that differ. Use token_mean, one rank, and a divisor of it."
-        )
     if not 0 <= args.demonstrations_per_step < args.global_batch_size or args.demonstrations_per_step % size:
         raise ValueError(
             f"--demonstrations-per-step {args.demonstrations_per_step} is not a multiple of {size} data-parallel ranks "
             f"below --global-batch-size {args.global_batch_size}. Give such a multiple."
         )
-    if args.docs_per_step:
-        samples = 0  # whose steps need not divide a rollout batch
+
+
+def _check_division(args, size: int) -> None:
+    """Parts of a step for --microbatch-means, and steps of a rollout batch."""
+    if args.microbatch_means and (
+        args.loss_aggregation != "token_mean" or args.global_batch_size % args.microbatch_means or size > 1
+    ):
+        raise ValueError(
+            f"--microbatch-means {args.microbatch_means} needs --loss-aggregation token_mean (not "
+            f"{args.loss_aggregation}), one data-parallel rank (not {size}) and a divisor of --global-batch-size "
+            f"{args.global_batch_size}. Correct them."
+        )
+    # Steps of documents need not divide a rollout batch.
+    samples = 0 if args.docs_per_step else args.prompts_per_rollout * args.group_size
     if args.prompts_per_rollout % size or samples % _rollouts_per_step(args) or args.exact_match_prompts % size:
         raise ValueError(
             f"--prompts-per-rollout {args.prompts_per_rollout} x --group-size {args.group_size} = {samples} samples do "
             f"not divide over {size} data-parallel ranks and steps of {_rollouts_per_step(args)} (--global-batch-size "
             "less the demonstrations). Choose multiples."
         )
+
+
+def _check_layers(args) -> None:
     if args.transformer_impl not in ("local", "transformer_engine"):
         raise ValueError(
-            f"--transformer-impl {args.transformer_impl} is none of the example's layers, local and "
-            "transformer_engine. Choose one."
+            f"--transformer-impl {args.transformer_impl} is not supported by the example. Choose local or "
+            "transformer_engine."
         )
     if args.transformer_impl == "local" and args.fp8:
         raise ValueError(
@@ -510,33 +548,20 @@ def check_example(args) -> None:
             "--use-rope-scaling has no effect on the model of --hybrid-layer-pattern, which takes no scaling. Leave "
             "one of them out."
         )
-    if args.docs_per_step and not args.rollouts and args.num_experts and size > 1:
-        raise ValueError(
-            f"--num-experts {args.num_experts} with --docs-per-step on {size} data-parallel ranks: every rank samples "
-            "when it has used up its own rollouts, and ranks that share its experts would not be there. Train from "
-            "--rollouts."
-        )
-    if args.rollouts and Path(args.rollouts).resolve() == (Path(args.run_dir) / "rollouts.jsonl").resolve():
-        raise ValueError(
-            f"--rollouts {args.rollouts} is the file that this run would overwrite. Choose another --run-dir."
-        )
-    if ignored := _without_effect(args):
-        raise ValueError(f"{ignored} has no effect here. Leave it out.")
-    if args.cached_sampling and (reason := _cannot_cache(args)):
-        raise ValueError(
-            f"--cached-sampling does not support {reason}: one rank keeps a row's keys and values, for prompts of one "
-            "length. Leave it out."
-        )
+
+
+def _check_task(args) -> None:
+    """The task's prompts and tokens fit the model."""
     vocabulary, longest = task_of(args).vocabulary, task_of(args).max_length
     if not args.rollouts and args.seq_length < longest:
         raise ValueError(
             f"--seq-length {args.seq_length} is shorter than a prompt and its longest response of --task {args.task}, "
-            f"so samples would not fit. Give {longest} or more, and so --max-position-embeddings."
+            f"and samples would not fit. Give {longest} or more, also for --max-position-embeddings."
         )
     if args.pg_vocab_size is not None and args.pg_vocab_size < vocabulary:
         raise ValueError(
-            f"--pg-vocab-size {args.pg_vocab_size} leaves out tokens of the task, which has {vocabulary}, so right "
-            "answers would have no probability. Leave it out."
+            f"--pg-vocab-size {args.pg_vocab_size} is smaller than the task's vocabulary of {vocabulary} tokens. Leave "
+            "it out."
         )
 
 

@@ -1,8 +1,8 @@
 """Context parallelism under the names that slime and miles users know, over `megatron_pg.batch.zigzag`.
 
-Response values are aligned to the response: entry k belongs to response token k, whose logits stand one position before it.
-`cp_rank` and `cp_size` default to Megatron's parallel state when it is initialised, else to 0 and 1. What an argument means
-stands in `get_logits_and_tokens_offset_with_cp`, unless a function says something else.
+Response values are aligned to the response: entry k belongs to response token k, whose logits are one position before
+it. `cp_rank` and `cp_size` default to Megatron's parallel state if it is initialized, else to 0 and 1. Arguments are
+described in `get_logits_and_tokens_offset_with_cp` unless a function describes them itself.
 """
 
 import sys
@@ -34,7 +34,7 @@ _WHOLE_SEQUENCES: ContextVar[bool] = ContextVar("whole_sequences", default=False
 
 @contextmanager
 def whole_sequences() -> Iterator[None]:
-    """Within it `cp_rank` and `cp_size` default to 0 and 1: the values at hand are whole, whatever Megatron's layout."""
+    """A context in which `cp_rank` and `cp_size` default to 0 and 1, as for whole sequences."""
     token = _WHOLE_SEQUENCES.set(True)
     try:
         yield
@@ -51,7 +51,7 @@ def get_logits_and_tokens_offset_with_cp(
     cp_rank: int | None = None,
     cp_size: int | None = None,
 ) -> tuple[int, tuple[Span, Span], tuple[Span, Span], tuple[Span, Span]]:
-    """Spans of one sample that this rank holds, counted from the start of its prompt.
+    """Spans of one sample on this rank, counted from the start of its prompt.
 
     Args:
         total_length: prompt and response, in tokens; at least one of each.
@@ -83,7 +83,7 @@ def response_index(
     cp_rank: int | None = None,
     cp_size: int | None = None,
 ) -> Tensor:
-    """[local response length] int64: which response tokens this rank holds, in the order in which it holds them."""
+    """[local response length] int64: the response tokens of this rank, in its order."""
     *_, tokens = get_logits_and_tokens_offset_with_cp(
         total_length, response_length, qkv_format, max_seq_len, cp_rank=cp_rank, cp_size=cp_size
     )
@@ -100,7 +100,7 @@ def slice_with_cp(
     cp_rank: int | None = None,
     cp_size: int | None = None,
 ) -> Tensor:
-    """[padded length / C, ...] this rank's zigzag slice of one whole sample, padded to the layout first (thd: not at C = 1).
+    """[padded length / C, ...] this rank's zigzag slice of one sample, padded to the layout (thd: not at C = 1).
 
     `tokens` is [length, ...], the whole sample's values; `pad_value` is a number, or `fn(tokens, count)` that returns
     `tokens` with `count` entries appended.
@@ -139,8 +139,8 @@ def slice_loss_masks_for_local_cp(
     for i, (mask, total, response, width) in enumerate(zip(loss_masks, *fields.values(), strict=True)):
         if mask.shape != (response,):
             raise ValueError(
-                f"loss_masks[{i}] has shape {tuple(mask.shape)}, the response has {response} tokens, so mask and values would "
-                "not align. Give one entry per response token."
+                f"loss_masks[{i}] has shape {tuple(mask.shape)}, the response has {response} tokens, so mask and "
+                "values would not align. Give one entry per response token."
             )
         index = response_index(total, response, qkv_format, width, cp_rank=cp_rank, cp_size=cp_size)
         masks.append(mask[index.to(mask.device)])
@@ -166,23 +166,23 @@ def get_sum_of_sample_mean(
         x -> sum_i sum_t m_it x_it / d_i
 
     d_i is max(trained tokens of the whole sample i, 1) by default, 1 with `calculate_per_token_loss`, else
-    `sample_denoms[i]` (slime's name; `denominators[i]` in miles) or `constant_divisor`. Masked slots are selected away, so
+    `sample_denoms[i]` (slime's name; `denominators[i]` in miles) or `constant_divisor`. Masked slots are selected away:
     NaN there changes nothing.
 
-    Lists have one entry per sample: `loss_masks` whole [response_length] masks of 0 and 1, denominators positive numbers.
-    slime has denominators in fourth place, where miles has the flag: a list there is refused.
+    Lists have one entry per sample: `loss_masks` whole [response_length] masks of 0 and 1, denominators positive
+    numbers. The fourth argument is the flag, as in miles; slime has denominators there, so a list is refused.
 
     Returns:
         A function of x, this rank's response values, samples one after the other, each in zigzag order.
 
     Raises:
-        ValueError: more than one normaliser, a denominator that is not finite and positive, a flag that is no bool, or
-            lengths that do not agree.
+        ValueError: more than one normalizer, a denominator that is not finite and positive, a flag that is not a bool,
+            or lengths that do not agree.
     """
     if not isinstance(calculate_per_token_loss, bool):
         raise ValueError(
-            f"calculate_per_token_loss={calculate_per_token_loss!r} is neither True nor False. The fourth argument is miles' flag; "
-            "slime's denominators go by name: sample_denoms=."
+            f"calculate_per_token_loss={calculate_per_token_loss!r} is neither True nor False. The fourth argument is "
+            "miles' flag; slime's denominators go by name: sample_denoms=."
         )
     given = {
         "calculate_per_token_loss": calculate_per_token_loss or None,
@@ -199,8 +199,8 @@ def get_sum_of_sample_mean(
     def reduce(x: Tensor) -> Tensor:
         if x.shape != (sum(lengths),):
             raise ValueError(
-                f"x has shape {tuple(x.shape)}, this rank holds {sum(lengths)} response tokens, so values and masks would "
-                "not align. Give this context-parallel rank's values, samples one after the other."
+                f"x has shape {tuple(x.shape)}, this rank has {sum(lengths)} response tokens, so values and masks "
+                "do not align. Give this context-parallel rank's values, samples one after the other."
             )
         parts: Any = zip(x.split(lengths), masks, divisors, strict=True)
         zero = torch.zeros((), dtype=x.dtype, device=x.device)
@@ -224,8 +224,8 @@ def all_gather_with_cp(
 ) -> Tensor:
     """The whole sample's response values on every rank, from each rank's zigzag part: the inverse of the slice.
 
-    `tensor` is [local response length, ...]; the result is [response_length, ...], the same on every rank. When C > 1, every
-    rank of `group`, the context-parallel group, must call.
+    `tensor` is [local response length, ...]; the result is [response_length, ...], the same on every rank. If C > 1,
+    every rank of `group`, the context-parallel group, must call.
 
     The backward is the adjoint: gradients are summed over the ranks, then sliced. A loss that every rank computes
     from the gathered values therefore counts C times; let each rank sum its own tokens only.
@@ -234,8 +234,8 @@ def all_gather_with_cp(
     index = response_index(total_length, response_length, qkv_format, max_seq_len, cp_rank=cp_rank, cp_size=cp_size)
     if len(tensor) != len(index):
         raise ValueError(
-            f"tensor has {len(tensor)} response values, rank {cp_rank} of {cp_size} holds {len(index)} of this sample, so they "
-            "would land on the wrong tokens. Slice it with the same lengths and format."
+            f"tensor has {len(tensor)} response values, rank {cp_rank} of {cp_size} has {len(index)} of this "
+            "sample, so they would land on the wrong tokens. Slice it with the same lengths and format."
         )
     return _GatherResponse.apply(tensor, index.to(tensor.device), response_length, group if cp_size > 1 else None)
 
@@ -269,8 +269,8 @@ def _layout_length(length: int, qkv_format: str, max_seq_len: int | None) -> int
         )
     if max_seq_len is None or max_seq_len < length:
         raise ValueError(
-            f"max_seq_len={max_seq_len} with a bshd sample of {length} tokens, so the row's padded width is unknown or too "
-            "small. Give the width that the whole batch is padded to."
+            f"max_seq_len={max_seq_len} with a bshd sample of {length} tokens, so the row's padded width is unknown "
+            "or too small. Give the width that the whole batch is padded to."
         )
     return max_seq_len
 
@@ -278,7 +278,7 @@ def _layout_length(length: int, qkv_format: str, max_seq_len: int | None) -> int
 def _denominators(loss_masks: Sequence[Tensor], given: dict[str, Any]) -> list[float] | list[Tensor]:
     """One per sample, by the normaliser that is given."""
     if len(given) > 1:
-        raise ValueError(f"choose one normaliser, got {', '.join(given)}")
+        raise ValueError(f"choose one normalizer, got {', '.join(given)}")
     if not given:
         return [mask.bool().sum().clamp(min=1) for mask in loss_masks]  # tensors: no host sync
     ((name, value),) = given.items()

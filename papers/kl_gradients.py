@@ -41,8 +41,8 @@ class Row:
 
 def divergence(policy: Tensor, reference: Tensor) -> Tensor:
     """KL(policy || reference) of two logit vectors."""
-    ours, theirs = policy.log_softmax(dim=0), reference.log_softmax(dim=0)
-    return (ours.exp() * (ours - theirs)).sum()
+    log_policy, log_reference = policy.log_softmax(dim=0), reference.log_softmax(dim=0)
+    return (log_policy.exp() * (log_policy - log_reference)).sum()
 
 
 def expected_gradient(kind: str, sampler: Tensor, *, weighted: bool) -> Tensor:

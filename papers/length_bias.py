@@ -36,7 +36,7 @@ def gradient(p: float, aggregation: str) -> float:
     lengths = geometric.lengths_that_matter(p)
     plan = plan_step(lengths.tolist(), aggregation=aggregation, divisor=1.0 if aggregation == "constant" else None)
     expected = geometric.expected_reward(p)
-    # the plan divides by N_r responses, each of which stands for a share P(T) of the distribution
+    # the plan divides by N_r responses, each of which represents a share P(T) of the distribution
     advantages = plan.num_rollouts * geometric.probability(lengths, p) * (geometric.reward(lengths) - expected)
     return -_loss_gradient(p, lengths, advantages, plan.denominators)
 
@@ -58,8 +58,8 @@ def _loss_gradient(p: float, lengths: np.ndarray, advantages: np.ndarray, denomi
         clip_eps_high=0.2,
         impl="torch",
     )
-    (found,) = torch.autograd.grad(out.loss, theta)
-    return float(found)
+    (gradient,) = torch.autograd.grad(out.loss, theta)
+    return float(gradient)
 
 
 def measure(probabilities: tuple[float, ...]) -> list[Row]:

@@ -84,9 +84,9 @@ class CausalAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: object, **more: object) -> Tensor:
         """[t, h·d] from [t, h, d] each."""
-        heads = [each.unsqueeze(0).transpose(1, 2) for each in (query, key, value)]  # [1, h, t, d]
-        found = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
-        return found.transpose(1, 2).flatten(2)[0]
+        heads = [tensor.unsqueeze(0).transpose(1, 2) for tensor in (query, key, value)]  # [1, h, t, d]
+        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return attended.transpose(1, 2).flatten(2)[0]
 
 
 class Idle:
@@ -245,12 +245,12 @@ class Meter:
         """Median over the steps after the first one; `added`: bytes that the head is expected to add, None if not
         known."""
         times = self.milliseconds[1:]
-        found: dict[str, Any] = {"loss": self.name, "ms": statistics.median(times), "ms, largest": max(times)}
+        row: dict[str, Any] = {"loss": self.name, "ms": statistics.median(times), "ms, largest": max(times)}
         if self.peaks:
             head = max(self.at_head)
-            found |= {"GiB": max(self.peaks[1:]) / GIB, "GiB at the head": head / GIB}
-            found |= {} if added is None else {"GiB, expected": (head + added) / GIB}
-        return found
+            row |= {"GiB": max(self.peaks[1:]) / GIB, "GiB at the head": head / GIB}
+            row |= {} if added is None else {"GiB, expected": (head + added) / GIB}
+        return row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,15 +269,17 @@ def compare(losses: Sequence[Loss], given: argparse.Namespace, device: torch.dev
     for loss in losses:
         meter = Meter(loss.name, device)
         model = loss.run(meter)
-        weight = next(each for key, each in model.named_parameters() if key.endswith("word_embeddings.weight"))
+        weight = next(
+            parameter for key, parameter in model.named_parameters() if key.endswith("word_embeddings.weight")
+        )
         rows = given.tokens if loss.all_rows else given.tokens // 2
         added = None if loss.memory is None else head_bytes(loss.memory, weight, given.tokens, rows)
-        found = meter.report(added)
-        host = host or found
-        found["time, of the host's"] = found["ms"] / host["ms"]
+        row = meter.report(added)
+        host = host or row
+        row["time, of the host's"] = row["ms"] / host["ms"]
         for name in ("GiB", "GiB, expected"):
-            found |= {name.replace("GiB", "GiB lower"): host[name] - found[name]} if name in found else {}
-        print(json.dumps({key: round(v, 3) if isinstance(v, float) else v for key, v in found.items()}), flush=True)
+            row |= {name.replace("GiB", "GiB lower"): host[name] - row[name]} if name in row else {}
+        print(json.dumps({key: round(v, 3) if isinstance(v, float) else v for key, v in row.items()}), flush=True)
         del model, weight
         gc.collect()
         if device.type == "cuda":

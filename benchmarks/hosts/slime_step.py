@@ -45,11 +45,11 @@ def run(flags: dict | None, given: argparse.Namespace, device: torch.device, met
     slime_host.begin(args, device)
     model, samples = host_step.build(given), host_step.documents(given)
     meter.watch(model)
-    trainer, theirs = actor.MegatronTrainRayActor, actor.MegatronTrainRayActor.train_actor
-    trainer.train_actor = meter.timed(theirs)
+    trainer, train_actor = actor.MegatronTrainRayActor, actor.MegatronTrainRayActor.train_actor
+    trainer.train_actor = meter.timed(train_actor)
     for _ in range(1 + given.steps):
         slime_host.roll(samples, args, model, Idle())
-    trainer.train_actor = theirs
+    trainer.train_actor = train_actor
     return model
 
 

@@ -42,10 +42,10 @@ def run(
     ours = None if options is None else host_step.kernel(given) | options
     actor = verl_host.actor_config(verl, options=ours, engine=engine)
     verl.fused.linear_cross_entropy = verl.linear_cross_entropy  # which ours replaces
-    theirs = verl.engine.MegatronEngineWithLMHead if options is None else None
+    engine_class = verl.engine.MegatronEngineWithLMHead if options is None else None
     model, samples = host_step.build(given), host_step.documents(given)
     meter.watch(model)
-    worker = verl_host.worker(verl, actor, fused=fused, engine=theirs, model=model, optimizer=Idle())
+    worker = verl_host.worker(verl, actor, fused=fused, engine=engine_class, model=model, optimizer=Idle())
     step = meter.timed(worker.train_mini_batch)
     for _ in range(1 + given.steps):
         step(verl_host.batch_of(verl, samples, actor, mini_batch_size=given.documents))

@@ -62,7 +62,7 @@ BASELINE = ", Megatron's cross-entropy"
 def runs(model: str) -> dict[str, tuple[int, dict[str, str], tuple[str, ...]]]:
     """Every layout of a model with every head. name: GPUs, environment, flags."""
     heads = {BASELINE: ("--cross-entropy",), **HEADS}
-    layouts = EXPERT_LAYOUTS if model == "experts" else {name: (*found, ()) for name, found in LAYOUTS.items()}
+    layouts = EXPERT_LAYOUTS if model == "experts" else {name: (*sizes, ()) for name, sizes in LAYOUTS.items()}
     return {
         name + head: (processes, environment, (*own, *flags))
         for name, (processes, environment, own) in layouts.items()

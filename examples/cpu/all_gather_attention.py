@@ -35,8 +35,8 @@ class AllGatherAttention(nn.Module):
         """[s/C, b, heads * channels] from query [s/C, b, heads, channels] and key, value [s/C, b, groups, channels]."""
         if query.dim() == 3:  # packed rows come without their batch dimension
             query, key, value = (x[:, None] for x in (query, key, value))
-        own = getattr(packed_seq_params, "cp_group", None)  # of the micro-batch
-        group = own or parallel_state.get_context_parallel_group()
+        group = getattr(packed_seq_params, "cp_group", None)  # of the micro-batch
+        group = group or parallel_state.get_context_parallel_group()
         documents = _documents(packed_seq_params, len(query) * group.size())
         order = torch.cat([zigzag_index(documents, cp_rank=r, cp_size=group.size()) for r in range(group.size())])
         natural = torch.argsort(order).to(query.device)
@@ -75,7 +75,7 @@ def allowed(documents: list[int], reach: int | None, device: torch.device) -> Te
 
 
 class _GatherSequence(torch.autograd.Function):
-    """Concatenate along the sequence over the group; the backward sums over the group and keeps the own part."""
+    """Concatenate along the sequence over the group; the backward sums over the group and keeps its own part."""
 
     @staticmethod
     def forward(ctx, x, group):

@@ -5,7 +5,7 @@
 
 A run is examples/train_grpo.py from its seed's warm start, whose weights it takes, with the flags of its arm. `run` can
 be stopped and started again: a run that has ended is kept, one that was cut goes on from its last checkpoint. An arm
-that stands in two experiments is trained once.
+that is in two experiments is trained once.
 """
 
 import argparse
@@ -84,7 +84,7 @@ class Scale:
     cached: str  # where the launcher does not decide by CACHED
     start: str
     arms: str
-    student: str  # its sizes, and those of its teacher where it has one
+    student: str  # its sizes, and those of its teacher if it has one
     teacher: str
 
 
@@ -216,8 +216,8 @@ def run(runs: Runs, experiments: list[str], seeds: list[int], jobs: int, minutes
 
 
 def _after(before: list, runs: Runs, name: str, seed: int) -> None:
-    for each in before:
-        each.result()
+    for job in before:
+        job.result()
     if all(runs.is_done(need, seed) for need in needs_of(name)) and (ending := runs.train(name, seed)):
         print(f"{name}-{seed}: {ending}", flush=True)
 
@@ -267,26 +267,26 @@ def records_of(folder: Path) -> list[dict[str, object]]:
 
 
 def means(records: list[dict[str, object]], name: str, every: int) -> list[float | None]:
-    """The metric's mean over each `every` steps, of those that have it."""
-    found = []
+    """Means of the metric over `every` steps at a time, of the records that have it."""
+    curve = []
     for first in range(0, len(records), every):
         values = [record[name] for record in records[first : first + every] if record.get(name) is not None]
-        found.append(float(f"{sum(values) / len(values):.4g}") if values else None)
-    return found
+        curve.append(float(f"{sum(values) / len(values):.4g}") if values else None)
+    return curve
 
 
 def curves_of(runs: Runs, experiment: str, seeds: list[int]) -> Curves:
     """Of an experiment's runs that have ended."""
     names = (*COLUMNS, "response_length")
-    found = {}
+    curves_of_runs = {}
     for name in EXPERIMENTS[experiment]:
         for seed in seeds:
             if runs.is_done(name, seed):
                 records = records_of(runs.of(name, seed))
-                curves = {each: means(records, each, EVERY) for each in names}
-                kept = {each: curve for each, curve in curves.items() if any(value is not None for value in curve)}
-                found.setdefault(name, {})[str(seed)] = kept
-    return found
+                curves = {metric: means(records, metric, EVERY) for metric in names}
+                kept = {metric: curve for metric, curve in curves.items() if any(value is not None for value in curve)}
+                curves_of_runs.setdefault(name, {})[str(seed)] = kept
+    return curves_of_runs
 
 
 def table_of(curves: Curves) -> str:

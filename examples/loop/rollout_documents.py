@@ -77,7 +77,7 @@ def groups_of(samples: list[Sample], field: str) -> list[list[Sample]]:
     return [list(group) for _, group in itertools.groupby(samples, key=lambda sample: getattr(sample, field))]
 
 
-def behind(groups: list[list[Sample]], position: int) -> Iterator[list[Sample]]:
+def skip_documents(groups: list[list[Sample]], position: int) -> Iterator[list[Sample]]:
     """The groups after the first `position` documents, which end with a group."""
     for group in groups:
         if position <= 0:

@@ -51,16 +51,16 @@ def chosen_experts(model: nn.Module, tokens: Tensor) -> Tensor:
     for replay in replays.values():
         replay.set_router_replay_action(RouterReplayAction.RECORD)
     model(tokens[None], torch.arange(len(tokens), device=tokens.device)[None], None)
-    found = torch.zeros(len(tokens) - 1, config.num_layers, config.moe_router_topk, dtype=torch.int32)
+    experts = torch.zeros(len(tokens) - 1, config.num_layers, config.moe_router_topk, dtype=torch.int32)
     for layer, replay in replays.items():
-        found[:, layer] = replay.get_recorded_indices()[:-1]  # an engine never reads the last token
+        experts[:, layer] = replay.get_recorded_indices()[:-1]  # an engine never reads the last token
         replay.clear_router_replay_action()
-    return found
+    return experts
 
 
 def _replays_of(model: nn.Module) -> dict[int, RouterReplay]:
     """By the layer's number in the whole model, from 0; layers without experts have none."""
-    config, found = get_attr_wrapped_model(model, "config"), {}
+    config, replays = get_attr_wrapped_model(model, "config"), {}
     if not config.moe_enable_routing_replay or config.moe_router_fusion:
         raise ValueError(
             f"moe_enable_routing_replay is {config.moe_enable_routing_replay} and moe_router_fusion "
@@ -70,5 +70,5 @@ def _replays_of(model: nn.Module) -> dict[int, RouterReplay]:
     for layer in get_attr_wrapped_model(model, "decoder").layers:
         router = getattr(layer.mlp, "router", None)
         if router is not None:
-            found[layer.layer_number - 1] = router.router_replay
-    return found
+            replays[layer.layer_number - 1] = router.router_replay
+    return replays

@@ -79,14 +79,14 @@ def continue_rollouts(path: Path, sampled: int, version: int = 1) -> RolloutWrit
 
     Later ones will be sampled again; an earlier run's, too, stay in a copy next to it (rollouts.jsonl.1 and so on).
     """
-    scratch, found = path.with_suffix(".part"), []
+    scratch, samples = path.with_suffix(".part"), []
     if path.exists():
         whole, end, _ = path.read_bytes().rpartition(b"\n")  # a last line without its end was cut by a kill
         if b"\n" in whole:  # more than the header
             scratch.write_bytes(whole + end)
-            found = read_rollouts(scratch)
-    kept = [sample for sample in found if sample.step < sampled]
-    if len(kept) < len(found):
+            samples = read_rollouts(scratch)
+    kept = [sample for sample in samples if sample.step < sampled]
+    if len(kept) < len(samples):
         shutil.copyfile(path, free_name(path))
     writer = RolloutWriter(scratch, if_exists="replace", version=version)  # a run that was killed may have left one
     writer.write(kept)

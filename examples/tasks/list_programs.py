@@ -49,22 +49,22 @@ class ListPrograms:
 
     def prompts(self, count: int, generator: torch.Generator) -> list[list[int]]:
         """Random prompts."""
-        found = []
+        prompts = []
         for _ in range(count):
             digits = torch.randint(0, 10, (self.digits,), generator=generator).tolist()
             length = int(torch.randint(1, self.most_operations + 1, (1,), generator=generator))
             program = torch.randint(SORT, NOTHING, (length,), generator=generator).tolist()
-            found.append([*digits, *[NOTHING] * (self.most_operations - length), *program, EQUALS])
-        return found
+            prompts.append([*digits, *[NOTHING] * (self.most_operations - length), *program, EQUALS])
+        return prompts
 
     def steps(self, prompt: list[int]) -> list[list[int]]:
         """The list after every operation of the program."""
-        digits, found = prompt[: self.digits], []
+        digits, steps = prompt[: self.digits], []
         for operation in prompt[self.digits : -1]:
             digits = OPERATIONS[operation](digits)
             if operation != NOTHING:
-                found.append(digits)
-        return found
+                steps.append(digits)
+        return steps
 
     def answer(self, prompt: list[int]) -> list[int]:
         """How the right response ends."""
@@ -75,8 +75,8 @@ class ListPrograms:
         style = int(torch.randint(0, 4, (1,), generator=generator))
         steps = self.steps(prompt)
         written = steps[::-1][::2][::-1] if style == 1 else steps * (style > 1)
-        lists = [each for each in written for _ in range(2 if style == 3 else 1)]
-        return [token for each in lists for token in (*each, THEN)] + self.answer(prompt)
+        lists = [written_list for written_list in written for _ in range(2 if style == 3 else 1)]
+        return [token for digits in lists for token in (*digits, THEN)] + self.answer(prompt)
 
     def exact(self, prompt: list[int], response: list[int]) -> float:
         """1 where the list between ANSWER and STOP is right, else 0."""

@@ -130,8 +130,8 @@ def with_values(samples: list[Sample], name: str, values_of: Callable[..., list[
         [row[:n] for row, n in zip(whole, cuts, strict=True)], [row[n:] for row, n in zip(whole, cuts, strict=True)]
     )
     return [
-        replace(sample, **{name: torch.tensor(each, dtype=torch.float64)})
-        for sample, each in zip(samples, values, strict=True)
+        replace(sample, **{name: torch.tensor(numbers, dtype=torch.float64)})
+        for sample, numbers in zip(samples, values, strict=True)
     ]
 
 

@@ -1,7 +1,7 @@
-"""Which ranks a micro-batch is cut over, where each has its own: long documents over many ranks, short ones over one.
+"""Dynamic context parallelism: each micro-batch has its own ranks, many for long documents and one for short ones.
 
-In every micro-batch of a step the ranks fall into runs of 1, 2, 4, … of them, and each run has a packed row. The ranks of
-a run go through attention together, and every rank goes through the same number of micro-batches.
+In every micro-batch of a step the ranks form runs of 1, 2, 4, … ranks, and each run has a packed row. The ranks of a
+run compute attention together, and every rank has the same number of micro-batches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,10 +12,10 @@ from megatron_pg.batch.zigzag import padded_length
 
 @dataclass(frozen=True, slots=True)
 class ContextRanks:
-    """Ranks `first` … `first + size - 1` of Megatron's data-parallel group with context parallelism, D · C ranks in their order.
+    """Ranks `first` … `first + size - 1` of Megatron's data-parallel group with context parallelism (D · C ranks).
 
     Raises:
-        ValueError: they are no such run: `size` is a power of two, and `first` a multiple of it.
+        ValueError: `size` is not a power of two, or `first` is not a multiple of it.
     """
 
     first: int
@@ -24,8 +24,8 @@ class ContextRanks:
     def __post_init__(self):
         if self.size < 1 or self.size & (self.size - 1) or self.first < 0 or self.first % self.size:
             raise ValueError(
-                f"ContextRanks(first={self.first}, size={self.size}): runs of ranks could overlap. Give a power of two as size and a multiple "
-                "of it as first."
+                f"ContextRanks(first={self.first}, size={self.size}): runs of ranks could overlap. Give a power of "
+                "two as size and a multiple of it as first."
             )
 
     def __iter__(self) -> Iterator[int]:
@@ -53,7 +53,7 @@ def document_cost(length: int, attention_length: float) -> float:
 
 
 def slowest_rank(rows: Sequence[Row], lengths: Sequence[int], *, num_ranks: int, attention_length: float) -> float:
-    """Time of a step, in units of `document_cost`: the ranks of a row begin it together."""
+    """Time of a step, in units of `document_cost`; the ranks of a row start it together."""
     clock = [0.0] * num_ranks
     for row in sorted(rows, key=lambda row: row.microbatch):
         cost = sum(document_cost(lengths[i], attention_length) for i in row.documents) / row.ranks.size
@@ -66,39 +66,40 @@ def slowest_rank(rows: Sequence[Row], lengths: Sequence[int], *, num_ranks: int,
 def assign_rows(
     lengths: Sequence[int], *, num_ranks: int, num_microbatches: int, max_tokens: int, attention_length: float
 ) -> list[Row]:
-    """Documents on runs of ranks, so that the slowest rank is soon done.
+    """Assign documents to runs of ranks so that the slowest rank finishes early.
 
-    A document lies on as few ranks as its length and a share of the step's cost allow; the share is the largest of a few with
-    which the step is within 2 % of the fastest. Rows on many ranks come first, while no rank has to wait.
+    A document lies on as few ranks as its length and a share of the step's cost allow. The share is the largest of four
+    for which the step is within 2 % of the fastest. Rows on many ranks come first, before any rank has to wait.
 
     Args:
         lengths: tokens of each document.
         num_ranks: D · C.
         num_microbatches: K, the same on every rank.
-        max_tokens: that a rank holds of a row, padding included.
-        attention_length: of a document whose attention costs as much as everything else.
+        max_tokens: most tokens of a row on a rank, padding included.
+        attention_length: tokens of a document whose attention costs as much as all other layers.
 
     Raises:
         ValueError: the documents don't fit; none is dropped.
     """
     total = sum(document_cost(length, attention_length) for length in lengths)
-    found = []
+    candidates = []
     for parts in (1, 2, 4, 8):
         grid = _Grid(lengths, num_ranks, num_microbatches, max_tokens, attention_length)
         if grid.place_all(total / num_ranks / parts):
             time = slowest_rank(grid.rows, lengths, num_ranks=num_ranks, attention_length=attention_length)
-            found.append((time, grid.rows))
-    if not found:
+            candidates.append((time, grid.rows))
+    if not candidates:
         raise ValueError(
-            f"{len(lengths)} documents of {sum(lengths)} tokens, the longest of {max(lengths)}, do not fit into {num_microbatches} micro-batches "
-            f"of {max_tokens} tokens on each of {num_ranks} ranks, and none may be dropped. Take more micro-batches, or raise max_tokens."
+            f"{len(lengths)} documents of {sum(lengths)} tokens, the longest of {max(lengths)}, do not fit into "
+            f"{num_microbatches} micro-batches of {max_tokens} tokens on each of {num_ranks} ranks, and none may be "
+            "dropped. Take more micro-batches, or raise max_tokens."
         )
-    enough = 1.02 * min(found, key=lambda each: each[0])[0]
-    return next(rows for time, rows in found if time <= enough)
+    enough = 1.02 * min(time for time, _ in candidates)
+    return next(rows for time, rows in candidates if time <= enough)
 
 
 class _Grid:
-    """Rows in the places (micro-batch, rank), of which each has one at most."""
+    """At most one row for each pair of micro-batch and rank."""
 
     def __init__(
         self, lengths: Sequence[int], num_ranks: int, num_microbatches: int, max_tokens: int, attention_length: float
@@ -111,7 +112,7 @@ class _Grid:
         self._sizes = run_sizes(num_ranks)
 
     def place_all(self, share: float) -> bool:
-        """Whether every document has found a place, on as many ranks as bring its cost on each below `share`."""
+        """Place every document on enough ranks to bring its cost per rank below `share`; False if one does not fit."""
         wanted = [self._size_of(i, share) for i in range(len(self._lengths))]
         order = sorted(range(len(wanted)), key=lambda i: (-wanted[i], -self._costs[i]))  # stable: equal on every rank
         return all(any(self._place(i, size) for size in self._sizes if size >= wanted[i]) for i in order)
@@ -124,7 +125,7 @@ class _Grid:
         return tokens + padded_length(self._lengths[i], size) <= size * self._max_tokens
 
     def _place(self, i: int, size: int) -> bool:
-        """Into a row on the run of that many ranks that has the least to do, if there is one with room."""
+        """Place a document on the least loaded run of that many ranks with room; False if there is none."""
         loads = self._loads
         runs = [ContextRanks(first, size) for first in range(0, len(loads), size)]
         for ranks in sorted(runs, key=lambda ranks: max(loads[rank] for rank in ranks)):
@@ -139,7 +140,7 @@ class _Grid:
         return False
 
     def _row_for(self, i: int, ranks: ContextRanks) -> Row | None:
-        """The shortest row of the run with room; a new one where there is none, and for one rank rather a new one."""
+        """The shortest row of the run with room, else a new one; a single rank prefers a new one."""
         known = [
             row
             for places in self._places

@@ -1,7 +1,7 @@
-"""One table of what the loss knows of a micro-batch's tokens: batch, loss, kernels, heads and metrics share it."""
+"""The token fields of a micro-batch, which batch, loss, kernels, heads and metrics share."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.batch.sequences import Sequences
+from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.payloads import PAYLOADS, Rows
 from megatron_pg.rollouts.payloads.hidden_states import TeacherStates
 from megatron_pg.rollouts.payloads.sampling_masks import SamplingMask
@@ -17,7 +18,7 @@ from megatron_pg.rollouts.payloads.topk import TopK
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TermFields:
-    """What a loss term has of its own: [T] each, 0 and False where the token is not of it."""
+    """Weights and mask of one loss term: [T] each, 0 and False for tokens that it does not train."""
 
     weights: Tensor | None = None  # None: those of the objective
     mask: Tensor | None = None  # bool; None: the tokens of the objective
@@ -25,48 +26,43 @@ class TermFields:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenFields:
-    """What is known of this rank's T tokens beside the model's output: [T] each, in the order of the logits' rows.
+    """The fields of this rank's T tokens, without the model's output: [T] each, in the order of the logits' rows.
 
-    Fields of masked tokens may hold anything: they are selected away before any exp. A field that is None is known of no
-    token. A further field is one line here, and one where its values come from.
+    Fields of masked tokens are arbitrary: they are selected away before any exp. A field is None if no token has it.
     """
 
     targets: Tensor  # int64, global ids; one outside the vocabulary at a trained token gives NaN
-    old_logprobs: (
-        Tensor | None
-    )  # nats, of the sampling policy; None: it is the model being trained, whose own are taken, detached
+    old_logprobs: Tensor | None  # nats, of the sampling policy; None: on-policy, the current ones, detached
     advantages: Tensor
     weights: Tensor  # w of the aggregation, without any correction
     mask: Tensor  # bool, trained tokens: of the objective or of any loss term
-    policy_mask: Tensor | None = None  # bool, tokens of the objective; None: `mask`
-    corrections: Tensor | None = None  # factor on the policy term's weight; None: there is none
+    corrections: Tensor | None = None  # factor on the policy term's weight; None: 1
     sample_weights: Tensor | None = None  # v = mask / trained tokens of the sample: sums to 1 over a sample
     ref_logprobs: Tensor | None = None  # nats, of the reference; NaN where the sample has none
-    rollout_logprobs: Tensor | None = None  # nats, as the rollout engine reported them; likewise
-    teacher_logprobs: Tensor | None = None  # nats, of the teacher; likewise
+    rollout_logprobs: Tensor | None = None  # nats, as the rollout engine reported them; NaN where the sample has none
+    teacher_logprobs: Tensor | None = None  # nats, of the teacher; NaN where the sample has none
     teacher_topk: TopK | None = None
     teacher_hidden: TeacherStates | None = None
     sampling_mask: SamplingMask | None = None  # of the tokens at which a term reads the policy that was sampled from
-    terms: Mapping[str, TermFields] = field(
-        default_factory=dict
-    )  # by name; one that is not there has nothing of its own
-    sequences: Sequences | None = None  # which sequence each token belongs to; terms of whole sequences need it
+    terms: Mapping[str, TermFields] = field(default_factory=dict)  # by name, of terms with their own weights or mask
+    sequences: Sequences | None = None  # of the tokens; sequence-level terms need it
 
     @property
     def corrected_weights(self) -> Tensor:
         """The weights of the policy term."""
         return self.weights if self.corrections is None else self.weights * self.corrections
 
-    @property
-    def of_policy(self) -> "TokenFields":
-        """The same for the objective, whose trained tokens alone are in the mask."""
-        return self if self.policy_mask is None else replace(self, mask=self.policy_mask, policy_mask=None)
-
     def of_term(self, name: str) -> TermFields:
-        """Weights and mask of a loss term, none of them None."""
+        """Weights and mask of a loss term; without its own, those of the objective."""
         own = self.terms.get(name, TermFields())
-        mask = self.of_policy.mask if own.mask is None else own.mask
+        mask = self.objective_mask if own.mask is None else own.mask
         return TermFields(weights=self.weights if own.weights is None else own.weights, mask=mask)
+
+    @property
+    def objective_mask(self) -> Tensor:
+        """[T] bool, the tokens of the objective: all trained tokens, unless it has its own mask as other loss terms."""
+        own = self.terms.get(POLICY)
+        return self.mask if own is None or own.mask is None else own.mask
 
     def per_token(self) -> dict[str, Any]:
         """The known fields [T] by name; those of a loss term as `term.field`. Payloads are not among them."""

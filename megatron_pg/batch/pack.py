@@ -41,17 +41,18 @@ class PackedBatch:
     values: Mapping[str, Tensor]  # [sum of R] float64 by field; NaN where a sample has none, absent if no sample has it
     padded_lengths: tuple[int, ...]  # along a row: of every sample (thd), or the width (bshd)
     cp_ranks: ContextRanks | None = None  # over which it is cut; None: Megatron's context-parallel group
-    num_missing: int = 0  # trained tokens that were masked, because their samples' sampling masks do not hold them
+    num_missing: int = 0  # trained tokens that were masked: their samples' sampling masks do not contain them
 
     @property
     def digest(self) -> bytes:
-        """48 bits of everything that the loss and the metrics read, whatever its layout in memory."""
+        """48 bits of everything that the loss and the metrics read, independent of its layout in memory."""
         facts = [(s.reward, s.truncated, s.environment, s.term, sorted(s.masks)) for s in self.samples]
         content = hashlib.blake2b(digest_size=6)
         content.update(repr((self.qkv_format, self.padded_lengths, facts, self.cp_ranks)).encode())
-        tensors = {"tokens": self.tokens, "lengths": self.lengths, **self.masks, **self.values}
-        for name, values in sorted(tensors.items()):
-            content.update(name.encode() + values.numpy().tobytes())
+        content.update(self.tokens.numpy().tobytes() + self.lengths.numpy().tobytes())
+        for tensors in (self.masks, self.values):
+            for name, values in sorted(tensors.items()):
+                content.update(name.encode() + values.numpy().tobytes())
         for name, payload in PAYLOADS.items():
             for i, record in enumerate(self.records_of(name)):
                 for values in () if record is None else payload.tensors(record):
@@ -69,11 +70,11 @@ class PackedBatch:
         return [max(n, 0) for n in self.tokens_of(POLICY)]
 
     def tokens_of(self, *terms: str) -> list[int]:
-        """Tokens of each sample that one of the loss terms trains; -1 where it is of none of them."""
+        """Tokens of each sample that one of the loss terms trains; -1 if the sample belongs to none of them."""
         return self._counted(self.mask_of(*terms), terms)
 
     def trained_at(self, depth: int, *terms: str) -> list[int]:
-        """Those of `tokens_of` that multi-token prediction of that depth can predict; -1 where `tokens_of` has it."""
+        """As `tokens_of`, only of tokens that multi-token prediction of that depth can predict."""
         return self._counted(self.mask_of(*terms) & self.reached(depth), terms)
 
     def _counted(self, mask: Tensor, terms: Sequence[str]) -> list[int]:
@@ -103,7 +104,7 @@ class PackedBatch:
         return [getattr(sample, payload) for sample in self.samples]
 
     def with_samples(self, samples: Sequence[Sample]) -> "PackedBatch":
-        """The same layout with other masks, values and payloads of the same tokens."""
+        """The same layout with other masks, values and payloads."""
         return replace(self, samples=tuple(samples), **_concatenated(samples))
 
     def reached(self, depth: int) -> Tensor:
@@ -111,7 +112,7 @@ class PackedBatch:
         return self.position_ids.flatten()[self.response_positions] >= depth
 
     def spread(self, values: Tensor, depth: int = 0) -> Tensor:
-        """[B, W, …] from response-aligned values [sum of R, …]: each at the position that predicts it, or `depth` before it, 0 elsewhere."""
+        """[B, W, …] from values [sum of R, …]: each at the position that predicts it, or `depth` before; else 0."""
         further = values.shape[1:]
         reached, flat = self.reached(depth), torch.zeros(self.tokens.numel(), *further, dtype=values.dtype)
         flat[self.response_positions[reached] - depth] = values[reached]
@@ -139,11 +140,12 @@ def pack(
         qkv_format: "thd" (packed) or "bshd" (padded).
         cp_size: context-parallel size C; documents (thd) are padded to a multiple of 2C.
         max_seq_len: width W of the rows; a multiple of 2C when C > 1. bshd needs it. thd takes it as the exact length
-            of the row, which pipeline parallelism needs (`--seq-length`); without it the row is as long as its documents.
+            of the row, which pipeline parallelism needs (`--seq-length`); without it the row is as long as its
+            documents.
         rows: number of rows, for bshd only; rows without a sample are padding. Default: one per sample.
-        multiple_of: the row's length is padded to a multiple of it (sequence parallelism: TP · C), for thd only.
-        cp_ranks: cut this micro-batch over these ranks, whatever C is (`PolicyGradientStep(dynamic_cp=True)`), for thd only. Each
-            of them packs the same samples, at the same place of its step.
+        multiple_of: of the row's length, for thd only (sequence parallelism: TP · C).
+        cp_ranks: ranks over which this micro-batch is cut, independent of C (`PolicyGradientStep(dynamic_cp=True)`),
+            for thd only. Each of them packs the same samples as the same micro-batch of its step.
 
     Raises:
         ValueError: the format is unknown, a sample is longer than the row, or there are more samples than rows.
@@ -151,8 +153,8 @@ def pack(
     if cp_ranks is not None:
         if qkv_format != "thd" or cp_size != 1:
             raise ValueError(
-                f"cp_ranks={cp_ranks} with qkv_format={qkv_format!r} and cp_size={cp_size}: ranks of its own has a packed row (thd), and their "
-                "number is its cp_size. Choose thd and leave cp_size out."
+                f"cp_ranks={cp_ranks} with qkv_format={qkv_format!r} and cp_size={cp_size}: ranks of its own has a "
+                "packed row (thd), and their number is its cp_size. Choose thd and leave cp_size out."
             )
         return replace(_pack_thd(samples, cp_ranks.size, max_seq_len, multiple_of), cp_ranks=cp_ranks)
     if qkv_format == "thd":
@@ -172,9 +174,9 @@ def pack_row(samples: Sequence[Sample], padded_lengths: Sequence[int]) -> Packed
     """Lay samples out in a packed row as another trainer has laid them out.
 
     Args:
-        samples: one behind the other.
-        padded_lengths: positions that each of them takes; further ones are padding, which is cut over context-parallel ranks
-            by itself.
+        samples: in this order.
+        padded_lengths: positions of each sample; further lengths are padding, which is cut over context-parallel ranks
+            separately.
 
     Raises:
         ValueError: a length is missing, or shorter than its sample.
@@ -182,8 +184,8 @@ def pack_row(samples: Sequence[Sample], padded_lengths: Sequence[int]) -> Packed
     lengths = [len(sample.tokens) for sample in samples]
     if len(lengths) > len(padded_lengths) or any(n > w for n, w in zip(lengths, padded_lengths, strict=False)):
         raise ValueError(
-            f"padded_lengths={list(padded_lengths)} for samples of {lengths} tokens, so one would be cut off. Give each sample its length "
-            "in the row, padding included."
+            f"padded_lengths={list(padded_lengths)} for samples of {lengths} tokens, so one would be cut off. Give "
+            "each sample its length in the row, padding included."
         )
     starts = [0, *itertools.accumulate(padded_lengths)]
     return _lay_out("thd", samples, (1, starts[-1]), starts, tuple(padded_lengths))
@@ -195,11 +197,12 @@ def _pack_thd(samples: Sequence[Sample], cp_size: int, width: int | None, multip
     needed = -(-max(sum(lengths), 1) // unit) * unit
     if width is not None and (width < needed or width % unit):
         raise ValueError(
-            f"max_seq_len={width} for a packed row of {needed} tokens (a multiple of {unit}), so documents would be cut off or the "
-            "ranks' chunks would not tile the row. Put fewer samples into the micro-batch, or raise the width."
+            f"max_seq_len={width} for a packed row of {needed} tokens (a multiple of {unit}), so documents would be "
+            "cut off or the ranks' chunks would not tile the row. Put fewer samples into the micro-batch, or raise "
+            "the width."
         )
     filling = (needed if width is None else width) - sum(lengths)
-    # the last sample takes the filling: a row of padding of its own would be a phantom segment
+    # the last sample takes the filling: a separate segment of padding would be a phantom document
     padded = [*lengths[:-1], lengths[-1] + filling] if lengths else [filling]
     starts = [0, *itertools.accumulate(padded)]
     return _lay_out("thd", samples, (1, starts[-1]), starts, tuple(padded))
@@ -213,13 +216,13 @@ def _pack_bshd(samples: Sequence[Sample], cp_size: int, width: int | None, rows:
         )
     if width < longest:
         raise ValueError(
-            f"max_seq_len={width} with a sample of {longest} tokens, so it would be cut off. Raise the row width (--seq-length) "
-            "or drop the sample."
+            f"max_seq_len={width} with a sample of {longest} tokens, so it would be cut off. Raise the row width "
+            "(--seq-length) or drop the sample."
         )
     if cp_size > 1 and width % (2 * cp_size):
         raise ValueError(
-            f"max_seq_len={width} is not a multiple of {2 * cp_size} (2 * context-parallel size {cp_size}), so the ranks' chunks "
-            f"would not tile the row. Use {padded_length(width, cp_size)}."
+            f"max_seq_len={width} is not a multiple of {2 * cp_size} (2 * context-parallel size {cp_size}), so the "
+            f"ranks' chunks would not tile the row. Use {padded_length(width, cp_size)}."
         )
     if not rows >= 1 or rows < len(samples):
         raise ValueError(
@@ -255,7 +258,7 @@ def _lay_out(
 
 
 def _concatenated(samples: Sequence[Sample]) -> dict[str, Any]:
-    """What the samples know of their response tokens, one sample after another."""
+    """Lengths, masks and values of the samples' response tokens, one sample after another."""
     lengths = [sample.response_length for sample in samples]
     terms = dict.fromkeys(name for sample in samples for name in (sample.term, *sample.masks))
     columns = {name: [getattr(s, name) for s in samples] for name in ("old_logprobs", "advantages", *OPTIONAL)}

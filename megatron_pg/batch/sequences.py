@@ -15,9 +15,9 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sequences:
-    """Which of a micro-batch's S sequences each of this rank's T tokens belongs to.
+    """The sequence, one of a micro-batch's S, of each of this rank's T tokens.
 
-    S is known on the host and equal on all context- and tensor-parallel ranks; slot S takes what is padding.
+    S is known on the host and equal on all context- and tensor-parallel ranks; slot S is for padding.
     """
 
     slots: Tensor  # [T] int64 in [0, S], S on padding
@@ -27,11 +27,11 @@ class Sequences:
     group: ProcessGroup | None = None  # the context-parallel group; None: every sequence is whole
 
     def trained_tokens(self, dtype: torch.dtype) -> Tensor:
-        """[T] how many trained tokens the token's whole sequence has, at least 1."""
+        """[T] trained tokens of the token's whole sequence, at least 1."""
         return torch.nn.functional.pad(self.counts, (0, 1), value=1.0)[self.slots].to(dtype)
 
     def averages(self, values: Tensor) -> Tensor:
-        """[n, T] in the dtype of `values`: the average of each row over the trained tokens of the token's whole sequence.
+        """[n, T] in the dtype of `values`: averages over the trained tokens of the token's whole sequence.
 
         Args:
             values: [n, T], 0 on tokens that are not trained. Not differentiated. Every rank of the group must call with
@@ -45,7 +45,7 @@ class Sequences:
             return averages[:, self.slots].to(values.dtype)
 
     def over_ranks(self, sums: Tensor) -> Tensor:
-        """[n, S] float64, contiguous, of this rank, made the sums of all ranks of the group in place; each calls with the same n."""
+        """[n, S] float64: this rank's sums, contiguous, replaced in place by the sums over the group. A collective."""
         if self.group is not None and len(self.counts) > 0:
             torch.distributed.all_reduce(sums, group=self.group)
         return sums

@@ -1,4 +1,4 @@
-"""This rank's slice of a micro-batch: one index takes tokens, masks, advantages and weights alike, so they cannot come apart."""
+"""This rank's slice of a micro-batch: one index slices tokens, masks, advantages and weights, so they stay aligned."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,12 @@ from megatron_pg.batch.sequences import Sequences
 from megatron_pg.batch.zigzag import zigzag_index
 from megatron_pg.rollouts.fields import LOGPROBS, OPTIONAL
 from megatron_pg.rollouts.payloads import PAYLOADS
+from megatron_pg.rollouts.payloads.base import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelInputs:
-    """What the model reads: this rank's columns of the B rows."""
+    """The model's input: this rank's columns of the B rows."""
 
     tokens: Tensor  # [B, W/C] int64
     labels: Tensor  # [B, W/C] int64
@@ -29,7 +30,7 @@ class ModelInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DepthFields:
-    """What multi-token prediction of one depth trains here: a position's target is the token `depth` behind its label."""
+    """Targets of multi-token prediction at one depth: the token `depth` positions after a position's label."""
 
     targets: Tensor  # [T] int64, global ids
     weights: Tensor  # [T] float64, 0 where nothing is trained
@@ -38,7 +39,7 @@ class DepthFields:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LocalBatch:
-    """What one rank computes on, on its device: model inputs, token fields, and where they came from."""
+    """The input of one rank, on its device: model inputs, token fields, and their origin."""
 
     inputs: ModelInputs
     fields: TokenFields  # [T] each, in the order of the logits [W/C, B, V] flattened over their first two dimensions
@@ -49,7 +50,7 @@ class LocalBatch:
 
     @property
     def num_positions(self) -> int:
-        """Positions that this rank holds, padding included."""
+        """Positions of this rank, padding included."""
         return self.inputs.tokens.numel()
 
     def locate(self, flat: int) -> str:
@@ -107,9 +108,9 @@ def slice_batch(
     }
     here = _rows_of(batch, index)
     flat = {name: here(values) for name, values in known.items()}
-    lengths = batch.lengths.tolist()
+    layout = Layout(batch.lengths.tolist(), here)
     payloads = {
-        name: payload.rows(batch.records_of(name), lengths, here, flat.pop(name))
+        name: payload.rows(batch.records_of(name), layout, flat.pop(name))
         for name, payload in PAYLOADS.items()
         if name in flat
     }

@@ -1,7 +1,7 @@
 """The zigzag layout of context parallelism, as pure functions of (length, rank, size).
 
-A sequence, padded to a multiple of 2C, is cut into 2C chunks of equal length; rank r of C holds chunks r and 2C-1-r, so that
-causal attention costs every rank the same. A packed row (thd) is cut document by document, a padded row (bshd) by its width.
+A sequence, padded to a multiple of 2C, is cut into 2C chunks of equal length. Rank r of C has chunks r and 2C-1-r, so
+causal attention costs every rank the same. A packed row (thd) is cut by document, a padded row (bshd) by its width.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ Span = tuple[int, int]
 
 
 def chunk_length(length: int, cp_size: int) -> int:
-    """Length of one of the 2C equal chunks that hold a sequence of `length` tokens, padding included."""
+    """Length of one of the 2C equal chunks of a sequence of `length` tokens, padding included."""
     return -(-length // (2 * cp_size))
 
 
@@ -23,7 +23,7 @@ def padded_length(length: int, cp_size: int) -> int:
 
 
 def zigzag_index(padded_lengths: Sequence[int], *, cp_rank: int, cp_size: int) -> Tensor:
-    """Positions of a packed row that a rank holds: chunks r and 2C-1-r of each document, one after the other.
+    """Positions of a packed row on one rank: chunks r and 2C-1-r of each document, one after the other.
 
     Args:
         padded_lengths: lengths of the documents in the row; multiples of 2C when C > 1.
@@ -43,8 +43,9 @@ def zigzag_index(padded_lengths: Sequence[int], *, cp_rank: int, cp_size: int) -
     for i, length in enumerate(padded_lengths):
         if length % (2 * cp_size):
             raise ValueError(
-                f"padded_lengths[{i}]={length} is not a multiple of {2 * cp_size} (2 * context-parallel size {cp_size}), so "
-                f"the ranks' chunks would not tile the sample. Pad it to {padded_length(length, cp_size)} before slicing."
+                f"padded_lengths[{i}]={length} is not a multiple of {2 * cp_size} (2 * context-parallel size "
+                f"{cp_size}), so the ranks' chunks would not tile the sample. Pad it to "
+                f"{padded_length(length, cp_size)} before slicing."
             )
         chunk = length // (2 * cp_size)
         for k in (cp_rank, 2 * cp_size - 1 - cp_rank):
@@ -56,7 +57,7 @@ def zigzag_index(padded_lengths: Sequence[int], *, cp_rank: int, cp_size: int) -
 def response_spans(
     total_length: int, response_length: int, length: int, *, cp_rank: int, cp_size: int
 ) -> tuple[int, tuple[Span, Span], tuple[Span, Span], tuple[Span, Span]]:
-    """Spans of one sample that a rank holds, counted from the start of its prompt; the layout cuts by `length`.
+    """Spans of one sample on one rank, counted from the start of its prompt; the layout cuts by `length`.
 
     Returns:
         The chunk length, and for each of the rank's two chunks its span, the span of the positions whose logits
@@ -78,5 +79,6 @@ def check_rank(cp_rank: int, cp_size: int) -> None:
     """Refuse a rank outside of its group."""
     if cp_size < 1 or not 0 <= cp_rank < cp_size:
         raise ValueError(
-            f"cp_rank={cp_rank} is no rank of a context-parallel group of {cp_size}, so it holds no chunk. Ranks count from 0."
+            f"cp_rank={cp_rank} is not a rank of a context-parallel group of {cp_size}, so it has no chunk. Ranks "
+            "count from 0."
         )

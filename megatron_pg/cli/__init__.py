@@ -123,7 +123,7 @@ def _parse(argv: list[str], name: str | None) -> argparse.Namespace:
 
 def _parser(name: str | None, *more: Callable[[argparse.ArgumentParser], object]) -> argparse.ArgumentParser:
     """The command's parser, with the options of subcommand `name` only, and those that `more` adds."""
-    parser = _Parser(prog="megatron-pg", description="Exactly normalised policy-gradient losses for Megatron-LM.")
+    parser = _Parser(prog="megatron-pg", description="Exactly normalized policy-gradient losses for Megatron-LM.")
     parser.add_argument("--version", action="version", version=f"megatron-pg {__version__}")
     choices = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     for subcommand, summary in SUBCOMMANDS.items():

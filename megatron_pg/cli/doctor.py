@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_pg import __version__
 from megatron_pg.cli.terminal import progress, say, show_json
-from megatron_pg.declarations.one_launch import path_of
+from megatron_pg.declarations.single_pass import path_of
 from megatron_pg.rollouts.printable import printable
 
 TRIED = ("0.16", "0.17", "0.18", "0.19")  # docs/megatron.md

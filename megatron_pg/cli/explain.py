@@ -75,7 +75,7 @@ def weight_rows(args: argparse.Namespace, layout: Layout, lengths: tuple[int, ..
 
     Without the number of rollouts the weights are in units of 1/N_r.
     """
-    if args.custom_pg_loss_reducer_function_path is not None or not Facts(args).has_policy:
+    if args.custom_pg_loss_reducer_function_path is not None or not Facts(args).has_objective:
         return []
     mean = sum(lengths) / len(lengths)
     declared, rollouts = AGGREGATIONS[args.loss_aggregation], _fixed_rollouts(args, layout) or 1
@@ -138,7 +138,7 @@ def _say_rows(title: str, rows: Rows) -> None:
 
 def _say_weights(args: argparse.Namespace, layout: Layout, weights: list[dict[str, float]]) -> None:
     say(f"── what an answer weighs{'' if _fixed_rollouts(args, layout) else ', in units of 1/N_r'} ──")
-    if not Facts(args).has_policy:
+    if not Facts(args).has_objective:
         say("  the objective is dropped and gives no weight; the denominators of each loss term are above")
         return
     if not weights:

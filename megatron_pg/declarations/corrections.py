@@ -28,7 +28,7 @@ class SelectionDeclaration:
         return load(f"megatron_pg.objectives.corrections.selections:{self.key}")
 
     def load_choice(self) -> Callable:
-        """From `StepKeys` and the correction to `Chosen`."""
+        """From `StepKeys` and the correction to `TokenSelection`."""
         return load(f"megatron_pg.objectives.corrections.selections:{self.choice}")
 
 

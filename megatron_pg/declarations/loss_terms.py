@@ -9,6 +9,7 @@ from megatron_pg.declarations.corrections import KL_ESTIMATORS, PENALTY
 from megatron_pg.declarations.declaration import load
 
 AS_POLICY = "policy"  # an aggregation: the weights of pg_loss, without its corrections
+_RL = "rl"  # name and kind of the objective
 SHORTHANDS = {
     "kl": "--pg-kl-coef",
     "entropy": "--pg-entropy-coef",
@@ -81,11 +82,12 @@ KINDS: Mapping[str, TermKind] = {
     "full_jsd": _full(_JSD, "jsd", mixture=Mixture(option="beta", default=0.5)),
 }
 TAIL_FLOOR = 1e-6  # default
+_OBJECTIVE_KIND = TermKind(formula="the objective", function="", against="old_logprobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerm:
-    """A loss of the step beside the objective. The same on every rank."""
+    """A loss of the step. The same on every rank."""
 
     name: str
     kind: str
@@ -99,24 +101,28 @@ class LossTerm:
     tail_floor: float | None = None  # the least probability of the teacher's tail, of a top-k divergence with a tail
 
     @property
+    def _kind(self) -> TermKind:
+        return KINDS.get(self.kind, _OBJECTIVE_KIND)
+
+    @property
     def reads_topk(self) -> bool:
         """Whether it reads the teacher's likeliest tokens."""
-        return KINDS[self.kind].reads_topk
+        return self._kind.reads_topk
 
     @property
     def reads_hidden(self) -> bool:
         """Whether it reads the teacher's hidden states."""
-        return KINDS[self.kind].whole_form is not None
+        return self._kind.whole_form is not None
 
     @property
     def is_over_sampling_mask(self) -> bool:
         """Whether it compares with log-probabilities of the rollout, which are over what could be sampled."""
-        return KINDS[self.kind].against not in (None, "teacher_logprobs")
+        return self._kind.against not in (None, "teacher_logprobs")
 
     @property
     def is_of_a_correction(self) -> bool:
         """Whether a correction chooses its tokens."""
-        return KINDS[self.kind].is_of_a_correction
+        return self._kind.is_of_a_correction
 
     @property
     def tokens(self) -> str:
@@ -135,13 +141,13 @@ class LossTerm:
             return ("teacher_topk",)
         if self.reads_hidden:
             return ("teacher_hidden",)
-        against = KINDS[self.kind].against
+        against = self._kind.against
         is_weighted = self.estimator is not None and KL_ESTIMATORS[self.estimator].is_weighted
         return (() if against is None else (against,)) + (("old_logprobs",) if is_weighted else ())
 
     def resolved(self, aggregation: str, divisor: float | None, tail_floor: float = TAIL_FLOOR) -> "LossTerm":
         """With the objective's aggregation and divisor, and the kind's estimator and mixture, where none were given."""
-        kind = KINDS[self.kind]
+        kind = self._kind
         mixture = kind.mixture.default if self.mixture is None and kind.mixture else self.mixture
         found = dataclasses.replace(
             self,
@@ -150,3 +156,6 @@ class LossTerm:
             tail_floor=tail_floor if kind.reads_topk and kind.has_tail else None,
         )
         return found if found.aggregation else dataclasses.replace(found, aggregation=aggregation, divisor=divisor)
+
+
+OBJECTIVE = LossTerm(name=_RL, kind=_RL, aggregation=AS_POLICY)  # the first loss term, unless it is dropped

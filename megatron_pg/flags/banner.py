@@ -62,7 +62,7 @@ def banner_of(rows: list[tuple[str, str]]) -> str:
 
 def _objective_rows(facts: Facts) -> list[tuple[str, str]]:
     args = facts.args
-    if not facts.has_policy:
+    if not facts.has_objective:
         return [("objective", f"none  (--pg-term {POLICY}:{POLICY},weight=0)")]
     numbers = facts.objective_numbers
     if args.pg_custom_objective_path is not None:
@@ -94,7 +94,7 @@ def _term_rows(facts: Facts) -> list[tuple[str, str]]:
         rows.append(("entropy", f"- {args.pg_entropy_coef:g} Σ u·H, exact  (--pg-entropy-coef)"))
     if args.pg_kl_coef or args.pg_entropy_coef:
         rows.append(("u", f"{_auxiliary_weights(args)}  (--pg-aux-aggregation {args.pg_aux_aggregation})"))
-    rows += [_term_row(term) for term in facts.terms if term.name not in SHORTHANDS]
+    rows += [_term_row(term) for term in facts.further if term.name not in SHORTHANDS]
     if args.pg_sampling_mask_entropy != "full":
         rows.append(
             ("entropies", "over what could be sampled, where samples say it  (--pg-sampling-mask-entropy kept)")
@@ -161,7 +161,7 @@ def _auxiliary_weights(args: argparse.Namespace) -> str:
 
 def _aggregation_rows(facts: Facts) -> list[tuple[str, str]]:
     args = facts.args
-    if not facts.has_policy:
+    if not facts.has_objective:
         return []
     if args.custom_pg_loss_reducer_function_path is not None:
         unit = "1/T" if vars(args).get("calculate_per_token_loss", False) else "1/N_r"

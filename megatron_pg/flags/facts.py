@@ -8,11 +8,10 @@ from megatron_pg.declarations import objectives
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS, AggregationDeclaration
 from megatron_pg.declarations.corrections import CORRECTION_COEF, CORRECTIONS, PENALTY, CorrectionDeclaration
 from megatron_pg.declarations.declaration import resolved
-from megatron_pg.declarations.loss_terms import AS_POLICY, TAIL_FLOOR, LossTerm
+from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, TAIL_FLOOR, LossTerm
 from megatron_pg.declarations.objectives import OBJECTIVES, ObjectiveDeclaration
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
 from megatron_pg.flags.term_text import parse
-from megatron_pg.rollouts.fields import POLICY
 
 
 class Facts:
@@ -71,14 +70,14 @@ class Facts:
         return [term for _, term in self._parsed if isinstance(term, LossTerm)]
 
     @property
-    def has_policy(self) -> bool:
+    def has_objective(self) -> bool:
         """Whether the objective is in the loss."""
-        return all(term.name != POLICY for term in self.given_terms)
+        return all(term.name != OBJECTIVE.name for term in self.given_terms)
 
     @property
-    def own_tokens(self) -> frozenset[str]:
+    def terms_of_samples(self) -> frozenset[str]:
         """The loss terms that a sample's tokens can be of, those of weight 0 too."""
-        return frozenset({POLICY, *(term.name for term in self.given_terms if term.on is None)})
+        return frozenset({OBJECTIVE.name, *(term.name for term in self.given_terms if term.on is None)})
 
     @property
     def objective_numbers(self) -> dict[str, float]:
@@ -94,24 +93,28 @@ class Facts:
         return resolved(CORRECTIONS[self.args.pg_correction].numbers, vars(self.args))
 
     @property
-    def terms(self) -> tuple[LossTerm, ...]:
-        """All further losses with a weight > 0, whole, from arguments without violations; the shorthands first."""
+    def further(self) -> tuple[LossTerm, ...]:
+        """The loss terms in addition to the objective, complete, each with a weight > 0; those with their own flags first."""
         args, step_mean = self.args, STEP_MEANS[self.per_token]
-        make = partial(LossTerm, on=POLICY, aggregation=AS_POLICY if args.pg_aux_aggregation == "policy" else step_mean)
+        make = partial(
+            LossTerm, on=OBJECTIVE.name, aggregation=AS_POLICY if args.pg_aux_aggregation == "policy" else step_mean
+        )
         of_policy = (self.mode, self.divisor) if self.reducer_path is None else (step_mean, None)
         floor = TAIL_FLOOR if args.pg_teacher_tail_floor is None else args.pg_teacher_tail_floor
         terms = [
             make(name="kl", kind="kl", weight=args.pg_kl_coef, estimator=args.pg_kl_estimator),
             make(name="entropy", kind="entropy", weight=args.pg_entropy_coef),
             *([self._penalty()] if args.pg_correction == PENALTY else []),
-            *(term.resolved(*of_policy, floor) for term in self.given_terms if term.name != POLICY),
+            *(term.resolved(*of_policy, floor) for term in self.given_terms if term.name != OBJECTIVE.name),
         ]
         return tuple(term for term in terms if term.weight)
 
     def _penalty(self) -> LossTerm:
         """The further loss of the tokens that the correction chooses, with the objective's weights."""
         weight = self.correction_numbers[CORRECTION_COEF.name]
-        return LossTerm(name=PENALTY, kind=PENALTY, weight=weight, on=POLICY, aggregation=AS_POLICY, estimator="abs")
+        return LossTerm(
+            name=PENALTY, kind=PENALTY, weight=weight, on=OBJECTIVE.name, aggregation=AS_POLICY, estimator="abs"
+        )
 
 
 def _parsed_or_error(text: object) -> LossTerm | ValueError:

@@ -7,7 +7,6 @@ from megatron_pg.declarations.choices import AT_ONCE, HEAD_BACKWARDS, HEAD_MODES
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.values import choice
-from megatron_pg.rollouts.fields import POLICY
 
 
 def add_head_arguments(group: argparse._ArgumentGroup) -> None:
@@ -56,7 +55,7 @@ def head_violations(facts: Facts) -> Violations:
         )
     if args.pg_fused_head in AT_ONCE:
         for reader in _sequence_readers(facts):
-            yield from needs_recompute(reader, args.pg_fused_head)
+            yield from recompute_violation(reader, args.pg_fused_head)
     if args.pg_fused_head == "scaled_exp":
         for reader in _entropy_readers(facts):
             yield (
@@ -95,7 +94,7 @@ def _vocabulary_rules(args: argparse.Namespace, padded: int | None) -> Violation
         )
 
 
-def needs_recompute(reader: str, mode: str) -> Violations:
+def recompute_violation(reader: str, mode: str) -> Violations:
     """Rule E55, for the flag that reads whole sequences. What a user's own objective reads is known once it was tried."""
     yield (
         "E55",
@@ -110,7 +109,7 @@ def _entropy_readers(facts: Facts) -> Iterator[str]:
         yield f"--pg-entropy-coef {facts.args.pg_entropy_coef}"
     if facts.args.pg_metrics == "with_entropy":
         yield "--pg-metrics with_entropy"
-    live = (term for term in facts.given_terms if term.weight and term.name != POLICY)
+    live = (term for term in facts.given_terms if term.weight)
     yield from (s.flag for s in live if s.kind == "entropy" or s.reads_topk or s.reads_hidden)
 
 

@@ -57,14 +57,14 @@ def term_violations(facts: Facts) -> Violations:
     if not facts.wrong_terms:
         terms = facts.given_terms
         yield from () if floor is None else _floor_rules(floor, terms)
-        yield from _hidden_rules(facts, [term for term in terms if term.name != POLICY])
+        yield from _hidden_rules(facts, terms)
         yield from (("E72", message) for message in _contradictions(terms))
         yield from _together(facts, terms)
 
 
 def _floor_rules(floor: object, terms: Sequence[LossTerm]) -> Violations:
     yield from number("--pg-teacher-tail-floor", floor, ABOVE_ZERO, math.nextafter(1.0, 0.0), "between 0 and 1")
-    if not any(KINDS[term.kind].has_tail for term in terms if term.name != POLICY and term.reads_topk):
+    if not any(term.reads_topk and KINDS[term.kind].has_tail for term in terms):
         yield (
             "E73",
             f"--pg-teacher-tail-floor {floor} has no effect without a --pg-term of a kind topk_* that has a tail; remove it",
@@ -130,13 +130,13 @@ def _together(facts: Facts, terms: list[LossTerm]) -> Violations:
     """What the rest of the loss would mean nothing with."""
     for term in terms:
         theirs = 1.0 if term.temperature is None else term.temperature
-        if term.name != POLICY and term.reads_topk and theirs != facts.args.pg_temperature:
+        if term.reads_topk and theirs != facts.args.pg_temperature:
             yield (
                 "E73",
                 f"{term.flag} has a teacher at temperature {theirs:g}, and --pg-temperature is {facts.args.pg_temperature}: the likeliest "
                 "tokens of one cannot be had from another; record them at this temperature, and say so by temperature=…",
             )
-    if all(term.name != POLICY for term in terms):
+    if facts.has_objective:
         return
     for term in terms:
         if term.aggregation == AS_POLICY:

@@ -26,7 +26,7 @@ _LOOP_ARGUMENTS = {
     *("decrease_batch_size_if_needed", "sft", "train_samples", "mtp_num_layers", "mtp_loss_scaling_factor"),
 }
 _CARRIED = ("old_logprobs", "ref_logprobs")  # fields that the batches of every host can contain
-_PER_TOKEN = "calculate_per_token_loss"  # a host multiplies what Megatron divides, whatever the aggregation is
+_PER_TOKEN = "calculate_per_token_loss"  # a host cancels Megatron's division for every aggregation
 _ROWS_OF_MEGATRON = {"Megatron", "layout"}  # of the banner: a host has its own loss scaling and layout
 
 
@@ -186,8 +186,8 @@ def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> list
         args.pg_sampling_mask_missing != "error" or args.pg_sampling_mask_entropy != "full"
     ):
         refused.append(
-            "--pg-sampling-mask-missing and --pg-sampling-mask-entropy are of samples with a sampling mask, which the host's batches do "
-            "not have, so they would have no effect; remove them"
+            "--pg-sampling-mask-missing and --pg-sampling-mask-entropy are of samples with a sampling mask, which the "
+            "host's batches do not have, so they would have no effect; remove them"
         )
     if args.pg_dry_run:
         refused.append(
@@ -203,7 +203,7 @@ def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> list
 
 def _refused_terms(host: str, args: argparse.Namespace, carried: Collection[str], names_terms: bool) -> Iterator[str]:
     """Loss terms that would have no tokens, or none of what they read."""
-    for term in Facts(args).terms:
+    for term in Facts(args).further:
         if term.on is None and not names_terms:
             yield (
                 f"{term.flag}: the batches of {host} name no loss terms, so it has no tokens; take those of the "
@@ -266,12 +266,14 @@ def first_of(version: str, paths: Sequence[str], parameters: Sequence[str]) -> s
     Raises:
         ArgumentError: none of them exists, or its parameters differ.
     """
-    for path in paths[:-1]:
-        try:
-            attribute(path)
-        except (ImportError, AttributeError):
-            continue
-        check_signature(version, path, parameters)
-        return path
-    check_signature(version, paths[-1], parameters)
-    return paths[-1]
+    path = next((path for path in paths[:-1] if _exists(path)), paths[-1])
+    check_signature(version, path, parameters)
+    return path
+
+
+def _exists(path: str) -> bool:
+    try:
+        attribute(path)
+    except (ImportError, AttributeError):
+        return False
+    return True

@@ -51,7 +51,7 @@ class HostStep:
         self._samples: Sequence[Sample] = () if planned is None else planned.batches[0].samples
         self._context = context if context is not None and context.size() > 1 else None
         self._on_policy, self._data_rank = on_policy, data_rank
-        self._found: dict[LocalBatch, Diagnostics] = {}
+        self._diagnostics: dict[LocalBatch, Diagnostics] = {}
         self._sizes: dict[LocalBatch, int] = {}  # samples of each micro-batch
 
     @classmethod
@@ -143,20 +143,20 @@ class HostStep:
             is_bypassed: whether the logits were made without the head in the output layer, which `finish` refuses.
         """
         tp_group = tp_group if tp_group is not None and tp_group.size() > 1 else None
-        total, found = microbatch_loss(logits, local.fields, self._settings, tp_group, grad_scale=grad_scale)
-        self._found[local] = found._replace(is_bypassed=is_bypassed)
+        total, diagnostics = microbatch_loss(logits, local.fields, self._settings, tp_group, grad_scale=grad_scale)
+        self._diagnostics[local] = diagnostics._replace(is_bypassed=is_bypassed)
         return total
 
     def head_loss(self, local: LocalBatch, call: HeadCall, grad_scale: float) -> Tensor:
         """S by the fused head, from a call of the output layer."""
-        total, self._found[local] = microbatch_head_loss(
+        total, self._diagnostics[local] = microbatch_head_loss(
             call, local.fields, local.trained, self._settings, grad_scale=grad_scale
         )
         return total
 
     def logprobs_loss(self, local: LocalBatch, logprobs: Tensor, entropy: Tensor | None = None) -> Tensor:
         """S from log-probabilities [T] of the host."""
-        total, self._found[local] = microbatch_logprobs_loss(logprobs, entropy, local.fields, self._settings)
+        total, self._diagnostics[local] = microbatch_logprobs_loss(logprobs, entropy, local.fields, self._settings)
         return total
 
     def finish(self, *, reports: bool, has_loss: bool = True) -> StepReport | None:
@@ -173,10 +173,10 @@ class HostStep:
             HostLossError: on every rank; the loss was not computed exactly once for every sample.
         """
         expected = len(self._samples) if has_loss else 0
-        astray = abs(expected - sum(self._sizes[local] for local in self._found))
+        astray = abs(expected - sum(self._sizes[local] for local in self._diagnostics))
         with lost_peer_named(lambda: "after its forwards, before the optimizer moved"):
             gathered = gather_found(
-                self._found, self._settings.metrics, reports=reports, data_rank=self._data_rank, returned=astray
+                self._diagnostics, self._settings.metrics, reports=reports, data_rank=self._data_rank, returned=astray
             )
         if gathered.returned:
             raise HostLossError(
@@ -184,7 +184,7 @@ class HostStep:
                 "samples too few or too many over all ranks), so the trainer computes another loss. The optimizer has "
                 "not moved. Use a release of the trainer that docs/hosts lists, without plugins that replace its loss."
             )
-        self._found, self._sizes = {}, {}
+        self._diagnostics, self._sizes = {}, {}
         return None if self.plan is None else report_of(self.plan, self._settings.metrics, gathered)
 
 

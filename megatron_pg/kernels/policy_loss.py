@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.batch.fields import TokenFields
-from megatron_pg.declarations.loss_terms import KINDS, LossTerm
+from megatron_pg.declarations.loss_terms import KINDS, OBJECTIVE, LossTerm
 from megatron_pg.kernels.sampling_masks import Restriction
 from megatron_pg.kernels.teacher import Form
 from megatron_pg.kernels.topk import TopKLogprobs
@@ -32,10 +32,16 @@ class LossTerms:
     opsm_anchor: str | None = None  # field of TokenFields that off-policy sequences are measured from; None: not done
     opsm_threshold: float | None = None  # nats per token
     further: tuple[LossTerm, ...] = ()  # in addition to the objective, each with a weight > 0
+    has_objective: bool = True  # False: it is dropped
     grad_divisor: float = 1.0  # of the gradient, not the loss
     sampling_mask_entropy: str = (
         "full"  # what entropies are over: the whole vocabulary, or "kept", a token's sampling mask
     )
+
+    @property
+    def all(self) -> tuple[LossTerm, ...]:
+        """Every loss term, the objective first."""
+        return (OBJECTIVE, *self.further) if self.has_objective else self.further
 
     @cached_property
     def reads_sequences(self) -> bool:
@@ -115,15 +121,14 @@ class PolicyLoss:
         kinds = [term.kind if KINDS[term.kind].against is None else "divergence" for term in self.terms.further]
         has_more = not {*kinds} <= {"divergence", "entropy"} or len({*kinds}) < len(kinds)
         has_more |= any(own.mask is not None for own in self.fields.terms.values())
-        has_more |= self.fields.policy_mask is not None or self.fields.old_logprobs is None
+        has_more |= self.fields.old_logprobs is None
         has_more |= self.terms.opsm_anchor is not None and self.terms.objective.has_one_loss_per_sequence
         return None if has_more else self.terms.objective.row
 
     @cached_property
     def is_by_token(self) -> bool:
-        """Whether kernels have the whole loss of a token from its logits: it has a row, or would have without one top-k term."""
-        rest, count = self.without_topk, sum(term.reads_topk for term in self.terms.further)
-        return bool(rest.row) and count <= 1 and not self.terms.reads_sequences and self.fields.sampling_mask is None
+        """Whether kernels compute the whole loss of a token from its row of logits."""
+        return bool(self.row) and not self.terms.reads_sequences and self.fields.sampling_mask is None
 
     @property
     def without_topk(self) -> "PolicyLoss":
@@ -176,7 +181,7 @@ class PolicyLoss:
             topk: of `topk_ids`, where those are; differentiable.
             divergence: [T] nats, the terms' `whole_form` from the teacher; differentiable. None: no token here has a teacher.
         """
-        mask = self.fields.of_policy.mask
+        mask = self.fields.objective_mask
 
         def select(values: Tensor) -> Tensor:
             return torch.where(mask, values.to(logprobs.dtype), 0)
@@ -206,7 +211,7 @@ class PolicyLoss:
         fields, anchor = self.fields, self.terms.opsm_anchor
         old = select(logprobs.detach() if fields.old_logprobs is None else fields.old_logprobs)
         advantages = select(fields.advantages)
-        mask = fields.of_policy.mask
+        mask = fields.objective_mask
         log_ratios = torch.where(mask, logprobs - old, 0)
         tokens = {"logprobs": select(logprobs), "old_logprobs": old, "advantages": advantages, "log_ratios": log_ratios}
         rows = []
@@ -255,7 +260,7 @@ class PolicyLoss:
         sums, losses = [], []
         for term in self.terms.further:
             own = self.fields.of_term(term.name)
-            shared = policy if own.mask is self.fields.of_policy.mask else None
+            shared = policy if own.mask is self.fields.objective_mask else None
             known = self._of_term(term, own.mask, shared, logprobs, entropy)
             if term.reads_topk:
                 known = replace(known, categories=self._categories(term, own.mask, topk), mixture=term.mixture)

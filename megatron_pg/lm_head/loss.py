@@ -187,13 +187,13 @@ def _losses(
     if impl == "triton":
         from megatron_pg.kernels.triton import loss as triton_loss  # torch needs no Triton
 
-        if triton_loss.fits_one_launch(chunks.buffers[0], policy_loss, vocabulary, entropy=entropy):
-            from megatron_pg.kernels.triton import one_launch  # an earlier Triton has no such language
+        if triton_loss.fits_single_pass(chunks.buffers[0], policy_loss, vocabulary, entropy=entropy):
+            from megatron_pg.kernels.triton import single_pass  # an earlier Triton has no such language
 
             for chunk in chunks.slices():
                 z = chunks.logits(chunk)
                 out, part = gradients.buffer(chunk, z), policy_loss.at(chunk)
-                yield one_launch.loss_and_gradient(z, out, part, vocabulary, grad_scale=grad_scale, entropy=entropy)
+                yield single_pass.loss_and_gradient(z, out, part, vocabulary, grad_scale=grad_scale, entropy=entropy)
                 gradients.take(chunk, z)
             return
     for chunk, z, rows in chunks.with_rows():

@@ -1,4 +1,4 @@
-"""Diagnostics of a policy-gradient step: declared in `table`, reduced exactly in `reduction`, written by `reporting`."""
+"""Diagnostics of a policy-gradient step: declared in `table`, reduced in `reduction`, written by `reporting`."""
 
 from megatron_pg.metrics.reduction import Reduction
 from megatron_pg.metrics.table import METRICS, Metric

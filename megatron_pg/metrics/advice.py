@@ -1,44 +1,44 @@
-"""One line of advice when the statistics of trainer against rollout engine stay beyond a limit for several steps."""
+"""One line of advice when the trainer and the rollout engine disagree for several steps."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_pg.metrics.table import LIMITS, red_flags
+from megatron_pg.metrics.limits import LIMITS, red_flags
 
-# What explains another one stands before it: a temperature spreads d, another token has a probability of its own.
+# A statistic that explains another one is listed before it: a wrong temperature, for instance, also raises the spread.
 _ORDER = tuple(
     f"mismatch/{name}" for name in ("rank_factor", "temperature", "outlier_fraction", "missing_mass", "spread")
 )
 
 
 class Advice:
-    """Follows the steps of a run; what it says depends on their records alone, so a run that goes on says what one run would.
+    """Follows the records of a run's steps; a resumed run gives the same advice as an uninterrupted one.
 
     Args:
-        history: records of the run's earlier steps, in their order.
+        history: records of the run's earlier steps, in order.
     """
 
     def __init__(self, history: Iterable[Mapping[str, Any]] = ()):
-        self._said: set[str] = set()
-        self._seen: tuple[str, Any] | None = None  # the metric, and the rank if it is of one
-        self._count = 0  # steps running
+        self._given: set[str] = set()
+        self._last: tuple[str, Any] | None = None  # metric beyond its limit, and the rank for a metric of one rank
+        self._count = 0  # consecutive steps with it
         for record in history:
             self.of(record)
 
     def of(self, record: Mapping[str, Any]) -> str | None:
-        """The line that the step brings, once for each metric in a run; a step without rollout log-probabilities changes nothing."""
+        """Advice after a step, at most once per metric and run; steps without rollout log-probabilities are ignored."""
         if record.get("mismatch/outlier_fraction") is None:
             return None
         flags = red_flags(record)
-        name = next((each for each in _ORDER if each in flags), None)
-        seen = None if name is None else (name, record["mismatch/rank"] if name == "mismatch/rank_factor" else None)
-        self._count = self._count + 1 if seen == self._seen else 1
-        self._seen = seen
-        if name is None or name in self._said or self._count < LIMITS[name].steps:
+        name = next((metric for metric in _ORDER if metric in flags), None)
+        current = None if name is None else (name, record["mismatch/rank"] if name == "mismatch/rank_factor" else None)
+        self._count = self._count + 1 if current == self._last else 1
+        self._last = current
+        if name is None or name in self._given or self._count < LIMITS[name].steps:
             return None
-        self._said.add(name)
+        self._given.add(name)
         whose = f" of data-parallel rank {record['mismatch/rank']:g}" if name == "mismatch/rank_factor" else ""
         return (
-            f"advice: for {self._count} steps trainer and rollout engine have been apart: {name} {record[name]:.4g}{whose}, which says "
-            f"{LIMITS[name].cause}; run megatron-pg mismatch on these rollouts (docs/mismatch.md)"
+            f"advice: for {self._count} steps trainer and rollout engine have been apart: {name} {record[name]:.4g}"
+            f"{whose}, which says {LIMITS[name].cause}; run megatron-pg mismatch on these rollouts (docs/mismatch.md)"
         )

@@ -28,9 +28,9 @@ _NO_LOCKS = (
 class MetricsFile:
     """metrics.jsonl, whole lines only, so that a run that dies leaves what it knew.
 
-    The first line that is written says where the run goes on: earlier lines stay, and those of its iteration and later
-    ones, which are trained again, move to `metrics.jsonl.1` (or the next free number). A disk that fills up stops the
-    writing with a warning, not the training.
+    The first line that is written determines where the run resumes: earlier lines stay. Lines of its iteration and of
+    later ones, which are trained again, move to `metrics.jsonl.1` (or the next free number). A disk that fills up stops
+    the writing with a warning, not the training.
 
     Args:
         path: the file, or a symbolic link to it; its folder is made. Where a relative path leads is settled here, once.
@@ -56,21 +56,21 @@ class MetricsFile:
         except OSError as error:
             self.close()
             raise ValueError(
-                f"{shown} cannot be written ({error.strerror}), so the run would leave no metrics. Make room, or choose "
-                "another metrics_file."
+                f"{shown} cannot be written ({error.strerror}), so the run would leave no metrics. Make room, or "
+                "choose another metrics_file."
             ) from error
         except ValueError:
             self.close()
             raise
 
     def before(self, iteration: int) -> Iterator[dict[str, Any]]:
-        """The records of the steps before one that goes on from them."""
+        """The records of the steps before `iteration`."""
         return (json.loads(line) for number, line in _lines(self.path) if number < iteration)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one step; a value that is not finite becomes null and is named under "nonfinite".
 
-        "objective" is written where it changes: in the first step, and where a run goes on with other arguments.
+        "objective" is written only if it changes: in the first step, and after a resume with other arguments.
         """
         if self.num_missing:
             self.num_missing += 1
@@ -82,8 +82,9 @@ class MetricsFile:
         except OSError as error:
             self.num_missing = 1
             warnings.warn(
-                f"{printable(str(self.path), limit=None)} cannot be written any more ({error.strerror}), so it ends before step "
-                f"{record['iteration']}; training goes on. Make room before the next run, or choose another metrics_file.",
+                f"{printable(str(self.path), limit=None)} can no longer be written ({error.strerror}), so it ends "
+                f"before step {record['iteration']}; training continues. Make room before the next run, or choose "
+                "another metrics_file.",
                 stacklevel=2,
             )
 
@@ -98,7 +99,7 @@ class MetricsFile:
         return json.dumps(clean | ({"nonfinite": listed} if listed else {}), allow_nan=False).encode() + b"\n"
 
     def close(self) -> None:
-        """Close the file and let other processes have it."""
+        """Close the file and release its lock."""
         if self._file is not None:
             self._file.close()
         if self._lock is not None:
@@ -122,7 +123,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _locked(path: Path) -> IO[bytes]:
-    """The lock file, held: the system lets go of it when the process ends, however it ends."""
+    """The lock file, locked; the system releases it when the process ends."""
     name, shown = path.with_name(path.name + ".lock"), printable(str(path), limit=None)
     while True:
         lock = name.open("a+b", buffering=0)
@@ -133,15 +134,16 @@ def _locked(path: Path) -> IO[bytes]:
             holder = _holder(lock.read(200).decode(errors="replace").strip("\n\0"))
             lock.close()
             raise ValueError(
-                f"{shown} is being written by {holder}; two jobs would overwrite each other. End that one, or choose another metrics_file."
+                f"{shown} is being written by {holder}; two jobs would overwrite each other. End that one, or choose "
+                "another metrics_file."
             ) from error
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 lock.close()
                 raise
             warnings.warn(
-                f"{shown} is on a file system without file locks ({error.strerror}), so a second job with this metrics_file is not noticed. "
-                "Make sure that only one job writes it.",
+                f"{shown} is on a file system without file locks ({error.strerror}), so a second job with this "
+                "metrics_file is not noticed. Make sure that only one job writes it.",
                 stacklevel=3,
             )
         if name.exists() and os.path.samestat(os.fstat(lock.fileno()), name.stat()):
@@ -161,7 +163,7 @@ def _locked(path: Path) -> IO[bytes]:
 
 
 def _holder(text: str) -> str:
-    """Who holds a lock, from what its file says; a process that has ended left it to one that it forked."""
+    """The holder of a lock, from its file; a process that has ended may have passed it to a fork."""
     words = text.split()
     if len(words) == 5 and words[0] == "pid" and words[1].isdecimal() and words[-1] == socket.gethostname():
         try:
@@ -184,13 +186,14 @@ def _lines(path: Path) -> list[tuple[int, bytes]]:
             found.append((int(json.loads(line.decode("utf-8"))["iteration"]), line))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"{printable(str(path), limit=None)}:{number} is no line of a metrics file, so writing there would destroy or mix something else. Choose another path."
+                f"{printable(str(path), limit=None)}:{number} is not a line of a metrics file, so writing there would "
+                "destroy or mix something else. Choose another path."
             ) from error
     return found
 
 
 def _continued(path: Path, *, before: int) -> tuple[IO[bytes], object]:
-    """The file, open behind the lines of earlier iterations, and what they say was in force last; the others lie beside it."""
+    """The file, open after the lines of earlier iterations, and their last objective; other lines move away."""
     lines = _lines(path)
     kept = [line for iteration, line in lines if iteration < before]
     if len(kept) < len(lines):

@@ -1,7 +1,7 @@
-"""Trainer against rollout engine in a step: the statistics of `megatron-pg mismatch` that are sums over tokens.
+"""The trainer compared with the rollout engine: the statistics of `megatron-pg mismatch` that are sums over tokens.
 
-d = o - b of a trained token, its log-probability by the trainer minus that by the engine. Medians and documents need more than sums;
-the file command has them.
+d = o - b of a trained token: its log-probability by the trainer minus its log-probability by the engine. Statistics
+that need more than sums, such as medians, are computed by the command only.
 """
 
 import math
@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-NEAR = 3.0  # nats: beyond it a token is another token, template or model, and no moment has it
-OUTLIER = 0.5  # nats: ten times the scale that bfloat16 gives a whole model, nearly
-_FOLLOWS = 0.5  # correlation of d with b from which a temperature is estimated
-_ROUNDING = 1e-12  # of a mean square, what a variance of equal values may come to
+NEAR = 3.0  # nats: a larger |d| means another token, template or model, and is left out of all moments
+OUTLIER = 0.5  # nats: about ten times the scale of d in bfloat16
+_FOLLOWS = 0.5  # |correlation| of d with b above which a temperature is estimated
+_ROUNDING = 1e-12  # of a mean square: a variance below it is rounding error
 
-# Sums over tokens that have both: all of them, and those within NEAR. e = e^d - 1 and f = e^-d - 1.
+# Sums over tokens with both log-probabilities: all of them, and those with |d| ≤ NEAR. e = e^d - 1 and f = e^-d - 1.
 SUMS = (
     *("all", "size", "outliers", "e_all", "f_all"),
     *("near", "d", "dd", "b", "bb", "db", "e", "ed", "eb", "f", "fd", "fb"),
@@ -24,13 +24,13 @@ Sums = Mapping[str, float]
 
 
 def sums_of(trainer: Tensor, engine: Tensor) -> Tensor:
-    """[len(SUMS), T] float64, what each sum adds up, of log-probabilities [T], anything where they are not known."""
+    """[len(SUMS), T] float64, the summands of log-probabilities [T]; arbitrary where a log-probability is unknown."""
     d = trainer - engine
     near = d.abs() <= NEAR
     one, zero = torch.ones_like(d), torch.zeros_like(d)
-    e_all, f_all = (torch.expm1(each.clamp(max=NEAR)) for each in (d, -d))
+    e_all, f_all = (torch.expm1(gaps.clamp(max=NEAR)) for gaps in (d, -d))
     size, outliers = d.abs().clamp(max=NEAR), (d.abs() > OUTLIER).double()
-    d, b, e, f = (torch.where(near, each, zero) for each in (d, engine, e_all, f_all))
+    d, b, e, f = (torch.where(near, values, zero) for values in (d, engine, e_all, f_all))
     moments = (near.double(), d, d * d, b, b * b, d * b, e, e * d, e * b, f, f * d, f * b)
     return torch.stack([one, size, outliers, e_all, f_all, *moments])
 
@@ -46,15 +46,15 @@ def spread(s: Sums) -> float:
 
 
 def correlation(s: Sums) -> float:
-    """Of d and b."""
+    """Correlation of d and b."""
     return _covariance(s, "db", "d", "b") / math.sqrt(_variance(s, "d") * _variance(s, "b"))
 
 
 def temperature(s: Sums) -> float | None:
-    """The trainer's over the engine's, 1/κ of π ∝ q^κ; None where d does not follow b.
+    """The trainer's temperature over the engine's, 1/κ of π ∝ q^κ; None if d does not follow b.
 
-    κ·b - o depends on the context alone and E[e] = 0 in every context, so κ = cov(e, o)/cov(e, b); where f is nearer to 0 than e, f in
-    the place of e: the trainer's distribution is then the one that drew the tokens.
+    κ·b - o depends on the context alone and E[e] = 0 in every context, so κ = cov(e, o)/cov(e, b). If f is nearer to 0
+    than e, f replaces e: the tokens were then drawn from the trainer's distribution.
     """
     if abs(correlation(s)) < _FOLLOWS:
         return None
@@ -65,19 +65,21 @@ def temperature(s: Sums) -> float | None:
 
 
 def missing_mass(s: Sums) -> float:
-    """1 - E[e^d] or, where that is larger, 1 - E[e^-d]: probability that one side has in columns that the other one lacks."""
+    """The larger of 1 - E[e^d] and 1 - E[e^-d]: probability of columns that only one of the two sides has."""
     return (0.0 - min(s["e_all"], s["f_all"])) / s["all"]
 
 
 def outlier_fraction(s: Sums) -> float:
-    """Share of the tokens whose sides are further apart than OUTLIER."""
+    """Share of the tokens with |d| > OUTLIER."""
     return s["outliers"] / s["all"]
 
 
 def farthest_rank(ranks: Sequence[Sums]) -> tuple[int, float] | None:
-    """The data-parallel rank whose mean |d| is the largest beside that of the others, and by what factor; None: there is
-    none, or the others agree with the engine to the last bit."""
-    factors = [(_beside_others(each, ranks), -number) for number, each in enumerate(ranks) if each["all"]]
+    """The data-parallel rank with the largest mean |d| relative to the other ranks, and the factor.
+
+    None if there is no such rank, or if all others agree with the engine to the last bit.
+    """
+    factors = [(_relative_gap(sums, ranks), -number) for number, sums in enumerate(ranks) if sums["all"]]
     known = [(factor, number) for factor, number in factors if factor is not None]
     if not known:
         return None
@@ -85,9 +87,10 @@ def farthest_rank(ranks: Sequence[Sums]) -> tuple[int, float] | None:
     return -number, factor
 
 
-def _beside_others(own: Sums, ranks: Sequence[Sums]) -> float | None:
-    tokens, size = (math.fsum(each[name] for each in ranks if each is not own) for name in ("all", "size"))
-    return own["size"] / own["all"] * tokens / size if size else None
+def _relative_gap(rank: Sums, ranks: Sequence[Sums]) -> float | None:
+    """Mean |d| of a rank over the mean |d| of all others."""
+    tokens, size = (math.fsum(other[name] for other in ranks if other is not rank) for name in ("all", "size"))
+    return rank["size"] / rank["all"] * tokens / size if size else None
 
 
 def _covariance(s: Sums, product: str, one: str, other: str) -> float:
@@ -95,5 +98,5 @@ def _covariance(s: Sums, product: str, one: str, other: str) -> float:
 
 
 def _variance(s: Sums, name: str) -> float:
-    found = _covariance(s, 2 * name, name, name)
-    return found if found > _ROUNDING * s[2 * name] / s["near"] else 0.0
+    variance = _covariance(s, 2 * name, name, name)
+    return variance if variance > _ROUNDING * s[2 * name] / s["near"] else 0.0

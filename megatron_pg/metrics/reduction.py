@@ -1,8 +1,8 @@
 """Exact reduction: per micro-batch, over micro-batches, over ranks.
 
-A partial result is one float64 vector. Sums and means contribute 0 where there is no token, maxima and minima their
-identity, so pipeline stages without the loss, empty micro-batches and empty ranks change nothing. Means are divided
-once, at the end, by the number of documents that contributed; a metric to which nobody contributed is absent.
+A partial result is one float64 vector. Without a token, sums and means contribute 0, maxima and minima their identity.
+Pipeline stages without the loss, empty micro-batches and empty ranks therefore change nothing. Means are divided once,
+at the end, by the number of documents that contributed. A metric without contributions is absent.
 """
 
 import math
@@ -21,7 +21,7 @@ from megatron_pg.metrics.table import METRICS, Metric, own_metric, term_metrics
 from megatron_pg.metrics.values import TokenValues
 
 _NEEDED = tuple(dict.fromkeys(metric.needs for metric in METRICS if metric.needs and metric.kind != "rollout"))
-_FIELDS = (None, *_NEEDED)  # what a sample must have to be counted
+_FIELDS = (None, *_NEEDED)  # fields that metrics need; None: no field
 _OF_THE_STEP = ("all", "total", "step", "rollout")  # kinds that need no trained token of the objective
 _NAMES = frozenset(metric.name for metric in METRICS)
 
@@ -31,14 +31,14 @@ class Reduction:
 
     Args:
         level: of `--pg-metrics`.
-        features: what the loss has (`settings.features_of`).
-        own: names of what a custom objective reports.
+        features: of the loss (`settings.features_of`).
+        own: names of the values that a custom objective reports.
         loss terms: those of the loss.
 
     Raises:
-        ValueError: one of those names is taken.
+        ValueError: one of these names is a metric of ours.
 
-    A partial result holds the added metrics, the extrema (minima negated, so that all are maxima), and for every
+    A partial result contains the added metrics, the extrema (minima negated, so that all are maxima), and for every
     optional field the number of documents that have it.
     """
 
@@ -47,8 +47,8 @@ class Reduction:
     ):
         if taken := sorted(_NAMES.intersection(own)):
             raise ValueError(
-                f"the custom objective reports {taken[0]!r}, which is a metric of megatron_pg, so two curves would share a name. "
-                "Choose another."
+                f"the custom objective reports {taken[0]!r}, which is a metric of megatron_pg, so two curves would "
+                "share a name. Choose another."
             )
         of_terms = [m for term in terms if term.name not in SHORTHANDS for m in term_metrics(term)]
         declared = (*METRICS, *of_terms, *map(own_metric, own))
@@ -79,7 +79,7 @@ class Reduction:
 
     def partial(self, tokens: TokenValues) -> Tensor:
         """[width] float64 on the device: this rank's contribution from one micro-batch. No host sync."""
-        mask, weights = tokens.fields.of_policy.mask, tokens.fields.sample_weights
+        mask, weights = tokens.fields.objective_mask, tokens.sample_weights
         masks: dict[str | None, Tensor] = {None: mask}
         for field in _NEEDED:
             known = getattr(tokens.fields, field)
@@ -92,17 +92,17 @@ class Reduction:
         means = table(self._means, 0.0) * torch.where(mask, weights, 0)
         sums = table(self._sums, 0.0)
         totals = [metric.formula(tokens).double().view(1) for metric in self._totals]
-        extrema = pad(table(self._extrema, -math.inf), (0, 1), value=-math.inf)  # of no position, too
+        extrema = pad(table(self._extrema, -math.inf), (0, 1), value=-math.inf)  # amax needs a column
         documents = torch.stack([torch.where(masks[field], weights, 0).sum() for field in _FIELDS])
         return torch.cat([means.sum(dim=1), sums.sum(dim=1), *totals, extrema.amax(dim=1), documents])
 
     def combine(self, partials: Tensor) -> Tensor:
-        """[width] from [n, width] partial results, in their order."""
+        """[width] from [n, width] partial results, added in this order."""
         added, extrema, documents = partials.split([len(self._added), len(self._extrema), len(_FIELDS)], dim=1)
         return torch.cat([added.sum(dim=0), extrema.amax(dim=0), documents.sum(dim=0)])
 
     def by_rank(self, rows: Tensor, data_ranks: Tensor) -> list[list[float]]:
-        """The added metrics of each data-parallel rank, from partial results [n, width] and whose they are, [n] int64."""
+        """The added metrics of each data-parallel rank, from partial results [n, width] and their ranks [n] int64."""
         totals = rows.new_zeros(int(data_ranks.amax()) + 1, len(self._added))
         return totals.index_add_(0, data_ranks, rows[:, : len(self._added)]).tolist()
 
@@ -121,20 +121,20 @@ class Reduction:
                 with suppress(ZeroDivisionError):  # weights that are all 0
                     values[metric.name] = metric.formula(source)
         order = [metric.name for metric in self.metrics if metric.kind != "part"]
-        found = {name: values[name] for name in order if values.get(name) is not None}
-        return found | self._of_environments(plan.facts.environments)
+        known = {name: values[name] for name in order if values.get(name) is not None}
+        return known | self._of_environments(plan.facts.environments)
 
     def _of_environments(self, facts: Mapping[str, object]) -> dict[str, float]:
-        """The metrics over rollouts for each environment by itself."""
+        """The metrics over rollouts, for each environment separately."""
         declared = [metric for metric in self.metrics if metric.kind == "rollout"]
         formulas = {metric.name: metric.formula for metric in declared}
         if declared:
             formulas["num_rollouts"] = attrgetter("num_rollouts")
         return {
             f"environment/{environment}/{name}": value
-            for environment, own in facts.items()
+            for environment, rollouts in facts.items()
             for name, formula in formulas.items()
-            if (value := formula(own)) is not None
+            if (value := formula(rollouts)) is not None
         }
 
     def lacking(self, values: dict[str, float]) -> dict[str, list[str]]:
@@ -143,29 +143,29 @@ class Reduction:
         for metric in self.metrics:
             if metric.needs and metric.kind != "part":
                 names.setdefault(metric.needs, []).append(metric.name)
-        return {field: found for field, found in names.items() if not values.keys() & set(found)}
+        return {field: absent for field, absent in names.items() if not values.keys() & set(absent)}
 
     def nonfinite(self, rows: Sequence[Sequence[float]]) -> dict[str, list[int]]:
-        """For every metric the ranks whose contribution is not finite; `rows` are the ranks' partial results."""
-        found: dict[str, list[int]] = {}
+        """For every metric the ranks whose contribution is not finite, from the ranks' partial results `rows`."""
+        ranks_of: dict[str, list[int]] = {}
         for column, metric in enumerate([*self._added, *self._extrema]):
             neutral = -math.inf if metric in self._extrema else 0.0
             if ranks := [r for r, row in enumerate(rows) if row[column] != neutral and not math.isfinite(row[column])]:
-                found[metric.name] = ranks
-        return found
+                ranks_of[metric.name] = ranks
+        return ranks_of
 
 
 def _is_present(metric: Metric, documents: dict[str | None, float], plan: Any) -> bool:
-    """Whether a token contributed; what is not over the objective's trained tokens is None where it is not known."""
+    """Whether a token contributed; a metric over other tokens than the objective's is None where it is unknown."""
     if metric.term is not None:
         return plan.terms[metric.term].num_tokens > 0
     return metric.kind in _OF_THE_STEP or documents.get(metric.needs, documents[None]) != 0
 
 
 def _select(metric: Metric, tokens: TokenValues, masks: dict[str | None, Tensor], neutral: float) -> Tensor:
-    """[T] a metric's values, minima negated; neutral where the token is masked or lacks the field."""
+    """[T] the values of a metric, minima negated; neutral where the token is masked or lacks the field."""
     if metric.needs is not None and getattr(tokens.fields, metric.needs) is None:
-        return torch.full_like(tokens.fields.sample_weights, neutral)
+        return torch.full_like(tokens.sample_weights, neutral)
     values = metric.formula(tokens).double()
     is_of_terms = metric.kind == "all" or metric.term is not None
     mask = tokens.fields.mask if is_of_terms else masks[metric.needs]

@@ -1,4 +1,4 @@
-"""The metrics of a step as texts for people and files."""
+"""The metrics of a step as text for the console, TensorBoard and files."""
 
 import json
 import numbers
@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 
-from megatron_pg.metrics.table import METRICS, Limit, red_flags
+from megatron_pg.metrics.limits import Limit, red_flags
+from megatron_pg.metrics.table import METRICS
 
 GROUP = "pg/"  # before every name in TensorBoard and W&B
 CONSOLE = (
     *("reward", "response_length", "pg_loss", "kl_new_old", "clipped_ratio_fraction", "ess", "entropy"),
     *("max_advantage", "grad_norm"),
 )
-ADDED_BYTES = 1 << 14  # of what a callback adds to a step, as JSON
+ADDED_BYTES = 1 << 14  # most that a callback may add to a step, as JSON
 
 
 class CallbackError(ValueError):
-    """What `on_step` returned cannot be logged; raised on every rank."""
+    """The value that `on_step` returned cannot be logged; raised on every rank."""
 
 
 def nonfinite_entries(nonfinite: Mapping[str, list[int]]) -> list[dict[str, Any]]:
@@ -27,9 +28,9 @@ def nonfinite_entries(nonfinite: Mapping[str, list[int]]) -> list[dict[str, Any]
 
 
 def console_line(iteration: int, values: Mapping[str, Any], own: Collection[str] = ()) -> str:
-    """The step in one line, signs always printed: Megatron's own line drops a metric whose value is negative.
+    """The step in one line, with all signs: Megatron's own line drops a metric whose value is negative.
 
-    What is beyond a limit of the table is in it, marked with "!"; `own` are further names to show.
+    Values beyond a limit are marked with "!" and always shown; `own` are further names to show.
     """
     flags = red_flags({**values, "iteration": iteration})
     names = [name for name in dict.fromkeys((*CONSOLE, *flags, *own)) if isinstance(values.get(name), (int, float))]
@@ -38,21 +39,22 @@ def console_line(iteration: int, values: Mapping[str, Any], own: Collection[str]
 
 
 def red_flag_line(name: str, value: float, limit: Limit) -> str:
-    """What "!" behind a metric means."""
+    """The meaning of "!" after a metric."""
     return f"red flag: {name} {value:.4g} is {limit} (docs/metrics.md)"
 
 
 def added_values(returned: object, taken: Collection[str]) -> dict[str, float]:
-    """What a callback adds to a step, checked; `taken` are the names of the step's record.
+    """The values that a callback adds to a step, checked; `taken` are the names in the step's record.
 
     Raises:
-        CallbackError: it is no dict of numbers, a name is taken, or there is too much of it.
+        CallbackError: they are not a dict of numbers, a name is taken, or they are too large.
     """
     if returned is None:
         return {}
     if not isinstance(returned, Mapping):
         raise CallbackError(
-            f"on_step returned a {type(returned).__name__}, so it is unclear what to log. Return a dict of numbers by name, or nothing."
+            f"on_step returned a {type(returned).__name__}, so it is unclear what to log. Return a dict of numbers by "
+            "name, or nothing."
         )
     values = {}
     for name, value in returned.items():
@@ -62,12 +64,14 @@ def added_values(returned: object, taken: Collection[str]) -> dict[str, float]:
             )
         if name in taken or name == "nonfinite" or any(metric.name == name for metric in METRICS):
             raise CallbackError(
-                f"on_step returned {name!r:.80}, which is a metric of megatron_pg, so two values would share a name. Choose another."
+                f"on_step returned {name!r:.80}, which is a metric of megatron_pg, so two values would share a name. "
+                "Choose another."
             )
         values[name] = _real(name, value)
     if (size := len(json.dumps(values))) > ADDED_BYTES:
         raise CallbackError(
-            f"on_step returned {len(values)} values in {size} bytes, more than {ADDED_BYTES}, which no step sends. Return fewer."
+            f"on_step returned {len(values)} values in {size} bytes, more than {ADDED_BYTES}, which no step sends. "
+            "Return fewer."
         )
     return values
 
@@ -77,16 +81,16 @@ def _real(name: str, value: Any) -> float:
     try:
         if is_scalar or (isinstance(value, numbers.Real) and not isinstance(value, bool)):
             return float(value)
-    except (OverflowError, RuntimeError):  # beyond float, a complex tensor
+    except (OverflowError, RuntimeError):  # too large for a float, or a complex tensor
         pass
     raise CallbackError(
-        f"on_step returned {name:.80}={_shown(value)}, which is not a real number in the range of float. Return floats, ints or "
-        "tensors with one element."
+        f"on_step returned {name:.80}={_shown(value)}, which is not a real number in the range of float. Return "
+        "floats, ints or tensors with one element."
     )
 
 
 def _shown(value: object) -> str:
     try:
         return f"{value!r:.80}"
-    except ValueError:  # more digits than Python writes
+    except ValueError:  # an integer with more digits than Python prints
         return f"a very long {type(value).__name__}"

@@ -5,7 +5,7 @@
     mean     over documents (samples with a trained token) of the document's mean over its trained tokens
     sum      over the objective's trained tokens of the step
     all      over the trained tokens of the step, those of loss terms too
-    total    a sum that the formula has taken over this rank's part of a micro-batch
+    total    a sum that the formula computes over this rank's part of a micro-batch
     max min  over the trained tokens of the step
     rank     of sums over each data-parallel rank's trained tokens
     step     an integer of the step plan
@@ -14,7 +14,6 @@
     part     a sum that only a ratio needs; not reported
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from operator import attrgetter
@@ -27,34 +26,6 @@ from megatron_pg.declarations.corrections import PENALTY
 from megatron_pg.declarations.loss_terms import KINDS, LossTerm
 from megatron_pg.metrics import gap
 from megatron_pg.objectives.interface.tokens import MAX_LOG_RATIO
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    """A red flag as numbers: the console marks a value beyond it, `megatron-pg report` lists the steps."""
-
-    low: float = -math.inf
-    high: float = math.inf
-    in_step_1: bool = False  # only there: whoever sampled its rollouts had the weights that are trained
-    steps: int = 1  # running, before it is said
-    cause: str  # where to look
-
-    def is_touched(self, value: float, iteration: int) -> bool:
-        """Whether the value of that step is beyond it."""
-        return (value < self.low or value > self.high) and (iteration == 1 or not self.in_step_1)
-
-    @property
-    def bounds(self) -> str:
-        """Which values are beyond it."""
-        sides = [f"< {self.low:g}"] * (self.low > -math.inf) + [f"> {self.high:g}"] * (self.high < math.inf)
-        running = f" for {self.steps} steps" if self.steps > 1 else ""
-        return " or ".join(sides) + (" in step 1" if self.in_step_1 else running)
-
-    def __str__(self) -> str:
-        return f"{self.bounds}: {self.cause}"
-
-
-_STEP_1 = "temperature, tokenizer, a shift by one, precision of the head, or rollouts of other weights"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +43,6 @@ class Metric:
     needs: str | None = None  # field of the samples without which the metric is absent
     only_with: str | None = None  # feature of the loss (settings.features_of) without which the metric is absent
     term: str | None = None  # without a token of which the metric is absent; None: the objective
-    signs: tuple[str, str | Limit] = ("–", "–")  # of a healthy run, and a red flag
 
 
 def _k3(x: Tensor) -> Tensor:
@@ -116,12 +86,12 @@ def _farthest(place: int) -> Callable[[Any], Any]:
 
 
 def own_metric(name: str) -> Metric:
-    """What a custom objective reports beside its loss."""
+    """A value that a custom objective reports in addition to its loss."""
     return Metric(name, lambda t: t.own[name], "your objective's", "yours", "reported by the custom objective")
 
 
 def term_metrics(term: LossTerm) -> tuple[Metric, ...]:
-    """What is reported of a loss term that has no metrics of its own in the table."""
+    """The metrics of a loss term that the table does not list."""
     name, loss = term.name, KINDS[term.kind].formula
 
     def of(kind: str, formula: Callable[[Any], Any], suffix: str, *words: str, level: str = "basic") -> Metric:
@@ -185,7 +155,6 @@ def _weighted(tokens: Any, term: str) -> torch.Tensor:
 
 
 _GAP = "_mismatch/"  # before the names of its sums
-_ADVISED = 3  # steps
 
 METRICS: tuple[Metric, ...] = (
     Metric(
@@ -196,15 +165,14 @@ METRICS: tuple[Metric, ...] = (
         "the policy term, with the weights of `--loss-aggregation` and its correction; no factor K, D or T in it",
         kind="sum",
         level="none",
-        signs=("near 0, either sign", "a jump; never compare its size across aggregations"),
     ),
     Metric(
         "loss",
         lambda t: t.total,
         "Σ w·ℓ + Σ_s λ_s·Σ w^s·ℓ^s + λ·mtp_loss",
         "objective",
-        "the objective, all loss terms (β·Σ u·k of KL, -η·Σ u·H of entropy, …) and multi-token prediction: what the gradient is of (before "
-        "`--pg-grad-divisor`)",
+        "the objective, all loss terms (β·Σ u·k of KL, -η·Σ u·H of entropy, …) and multi-token prediction: what the "
+        "gradient is of (before `--pg-grad-divisor`)",
         kind="total",
         level="none",
         only_with="further",
@@ -218,7 +186,6 @@ METRICS: tuple[Metric, ...] = (
         kind="sum",
         level="none",
         only_with="kl",
-        signs=("grows slowly", "β·kl_loss near |pg_loss|: the reference decides"),
     ),
     Metric(
         "entropy_loss",
@@ -239,40 +206,29 @@ METRICS: tuple[Metric, ...] = (
         kind="sum",
         level="none",
         only_with=PENALTY,
-        signs=("0 in the first update of a batch, then small", "β·kl_cov_loss near |pg_loss|: the penalty decides"),
     ),
     Metric(
         "mtp_loss",
         lambda t: t.totals["mtp_loss"],
         "(1/N) Σ_d Σ v·ce_d",
         "nats",
-        "cross-entropy of multi-token prediction before its coefficient, with the weights of `--pg-mtp-aggregation`, mean over the N depths",
+        "cross-entropy of multi-token prediction before its coefficient, with the weights of `--pg-mtp-aggregation`, "
+        "mean over the N depths",
         kind="total",
         level="none",
         only_with="mtp",
-        signs=(
-            "falls, then follows the entropy",
-            "rises while pg_loss is stable: the extra heads fall behind the policy",
-        ),
     ),
     Metric(
         "mtp_acceptance",
         lambda t: t.totals["mtp_acceptance"],
-        "Σ_d Σ 1[target is the likeliest] / Σ_d n_d",
+        "Σ_d Σ 1[target is the most likely] / Σ_d n_d",
         "fraction",
-        "tokens of the responses that multi-token prediction, decoding greedily, would have drafted right, over all depths",
+        "tokens of the responses that multi-token prediction, decoding greedily, would have drafted right, over all "
+        "depths",
         kind="total",
         only_with="mtp",
-        signs=("stable", "falls: speculative decoding with these heads becomes slower"),
     ),
-    _fact(
-        "reward",
-        "Σ reward / num_rewards",
-        "reward",
-        "mean reward",
-        needs="reward",
-        signs=("rises", "falls, or stays where it began"),
-    ),
+    _fact("reward", "Σ reward / num_rewards", "reward", "mean reward", needs="reward"),
     _fact("reward_std", "√(Σ (reward - mean)² / num_rewards)", "reward", "their standard deviation", needs="reward"),
     _fact("max_reward", "max reward", "reward", "largest reward", needs="reward"),
     _fact("min_reward", "min reward", "reward", "smallest reward", needs="reward"),
@@ -286,21 +242,14 @@ METRICS: tuple[Metric, ...] = (
         "zero_variance_fraction",
         "1[max reward = min reward] of a prompt",
         "fraction",
-        "prompts whose rewards are all equal, of those with rewards of two rollouts or more: a group baseline makes their "
-        "advantages 0; absent when there is no such prompt",
-        signs=(
-            "stable",
-            Limit(
-                high=0.9, cause="hardly a prompt teaches anything: too easy, too hard, or a reward that does not vary"
-            ),
-        ),
+        "prompts whose rewards are all equal, of those with rewards of two rollouts or more: a group baseline makes "
+        "their advantages 0; absent if no prompt has that many",
     ),
     _fact(
         "response_length",
         "Σ response_length / num_rollouts",
         "tokens",
         "mean number of response tokens of a rollout, trained or not, all its samples together",
-        signs=("changes slowly", "a collapse, or a run up to the limit"),
     ),
     _fact("max_response_length", "max response_length", "tokens", "most response tokens of a rollout"),
     _fact(
@@ -309,7 +258,6 @@ METRICS: tuple[Metric, ...] = (
         "fraction",
         "rollouts with a sample that has `truncated=True`, of those with a sample that says it",
         needs="truncated",
-        signs=("stable", Limit(high=0.5, cause="most responses end at the length limit: raise it, or mask them")),
     ),
     _count("num_tokens", "T", "tokens", "tokens that the objective trains", is_policys=True),
     Metric(
@@ -319,46 +267,22 @@ METRICS: tuple[Metric, ...] = (
         "tokens",
         "response tokens that are not trained (tool output, truncated samples)",
         kind="step",
-        signs=("–", "most of the responses"),
     ),
     Metric(
         "num_tokens_missing",
         attrgetter("num_missing"),
         "Σ 1[y ∉ S]",
         "tokens",
-        "tokens that their samples' sampling masks do not hold, masked before anything is counted",
+        "tokens that their samples' sampling masks do not contain, masked before anything is counted",
         kind="step",
         only_with="sampling_mask_missing",
-        signs=("0, or a few in a million", "many: tokens and sets are not of one step of the engine"),
     ),
     _count("num_samples", "S", "samples", "training sequences (documents), fully masked ones included"),
     _count("num_rollouts", "N_r", "rollouts", "trajectories, fully masked ones included", is_policys=True),
     _count("num_prompts", "P", "prompts", "prompt groups; absent when samples have no prompt_id", is_policys=True),
-    Metric(
-        "new_logprobs",
-        lambda t: t.result.logprobs,
-        "l",
-        "nats",
-        "log-probability under the model being trained",
-        signs=("rises slowly", "runs towards 0: the policy collapses"),
-    ),
+    Metric("new_logprobs", lambda t: t.result.logprobs, "l", "nats", "log-probability under the model being trained"),
     Metric("old_logprobs", lambda t: t.fields.old_logprobs, "o", "nats", "log-probability under the sampling policy"),
-    Metric(
-        "ratio_new_old",
-        lambda t: t.ratios,
-        "r = e^(l - o)",
-        "1",
-        "probability ratio, new over old",
-        signs=(
-            "1 on the first step over a rollout batch, then within a few percent",
-            Limit(
-                low=0.95,
-                high=1.05,
-                in_step_1=True,
-                cause="temperature, dropout, precision, stale old log-probabilities, or rollouts of other weights",
-            ),
-        ),
-    ),
+    Metric("ratio_new_old", lambda t: t.ratios, "r = e^(l - o)", "1", "probability ratio, new over old"),
     Metric(
         "ratio_new_old_sum",
         lambda t: t.ratios,
@@ -382,7 +306,6 @@ METRICS: tuple[Metric, ...] = (
         "fraction",
         "effective sample size of the importance ratios, at most 1",
         kind="ratio",
-        signs=("> 0.9", Limit(low=0.5, cause="few tokens carry the step; fewer steps per rollout batch")),
     ),
     Metric(
         "mean_abs_log_ratio",
@@ -390,7 +313,6 @@ METRICS: tuple[Metric, ...] = (
         "|l - o|",
         "nats",
         "distance of the two policies on the samples",
-        signs=("0 on-policy, < 0.05", Limit(high=0.05, in_step_1=True, cause=_STEP_1)),
     ),
     Metric(
         "kl_new_old",
@@ -398,17 +320,15 @@ METRICS: tuple[Metric, ...] = (
         "k3 = r - 1 - log r",
         "nats",
         "over samples of the old policy this estimates KL(old‖new), not KL(new‖old)",
-        signs=("0 on-policy, < 0.01", Limit(high=0.01, in_step_1=True, cause=_STEP_1)),
     ),
     Metric(
         "clipped_ratio_fraction",
         lambda t: t.outside[0] | t.outside[1],
         "1[r < 1 - ε_low or r > 1 + ε_high]",
         "fraction",
-        "outside the objective's bounds whatever the sign of A (gspo: R of its sequence; cispo: the weight's bounds; dppo: "
-        "the trust region; ipo: the band; gmpo: log r): an upper bound of the tokens without gradient",
+        "outside the objective's bounds for either sign of A (gspo: R of its sequence; cispo: the weight's bounds; "
+        "dppo: the trust region; ipo: the band; gmpo: log r): an upper bound of the tokens without gradient",
         only_with="clip",
-        signs=("< 0.2", Limit(high=0.5, cause="learning rate, steps per rollout batch")),
     ),
     Metric(
         "clipped_high_fraction",
@@ -417,7 +337,6 @@ METRICS: tuple[Metric, ...] = (
         "fraction",
         "tokens that lost their gradient because they already rose enough",
         only_with="clip",
-        signs=("< 0.1", "far above clipped_low_fraction: raise ε_high or lower the learning rate"),
     ),
     Metric(
         "clipped_low_fraction",
@@ -426,7 +345,6 @@ METRICS: tuple[Metric, ...] = (
         "fraction",
         "tokens that lost their gradient because they already fell enough",
         only_with="clip",
-        signs=("< 0.1", "rises over the run"),
     ),
     Metric(
         "segment_ratio_sum",
@@ -462,7 +380,6 @@ METRICS: tuple[Metric, ...] = (
         "1",
         "factor of `--pg-correction` on the policy term",
         only_with="correction",
-        signs=("near 1", "far from 1: trainer and rollout engine are two policies"),
     ),
     Metric(
         "rejected_fraction",
@@ -471,27 +388,24 @@ METRICS: tuple[Metric, ...] = (
         "fraction",
         "trained tokens that `--pg-correction` takes out of the policy term",
         only_with="correction",
-        signs=("< 0.05", Limit(high=0.2, cause="few tokens are left to learn from")),
     ),
     Metric(
         "selected_fraction",
         lambda plan: plan.selection.fraction,
         "selected tokens / T",
         "fraction",
-        "trained tokens of the step that a correction of the whole step takes out of the policy term, or penalises (kl_cov)",
+        "trained tokens of the step that a correction of the whole step takes out of the policy term, or penalises "
+        "(kl_cov)",
         kind="step",
         only_with="selection",
-        signs=(
-            "about f (kl_cov, at most so clip_cov), 1 - f (top_entropy), < 0.05 (m2po)",
-            "0: too few tokens, or none that fits",
-        ),
     ),
     Metric(
         "selection_threshold",
         lambda plan: plan.selection.threshold,
         "the least key that is selected; top_entropy: the least H that is kept",
         "the key's",
-        "where the choice ends: cov, (log ρ)² or H; absent with clip_cov, which draws, and where m2po or kl_cov selects nothing",
+        "where the choice ends: cov, (log ρ)² or H; absent with clip_cov, which draws, and where m2po or kl_cov "
+        "selects nothing",
         kind="step",
         only_with="selection",
     ),
@@ -510,16 +424,8 @@ METRICS: tuple[Metric, ...] = (
         f"1[|l - o| > {MAX_LOG_RATIO:g}]",
         "fraction",
         "log-ratio beyond any meaning: value clamped, gradient 0",
-        signs=("0", Limit(high=0.0, cause="misaligned tokens or log-probabilities of another model")),
     ),
-    Metric(
-        "advantage",
-        lambda t: t.fields.advantages,
-        "A",
-        "reward",
-        "advantage",
-        signs=("near 0 with a group baseline", "–"),
-    ),
+    Metric("advantage", lambda t: t.fields.advantages, "A", "reward", "advantage"),
     *(
         Metric(
             f"{kind}_advantage",
@@ -538,7 +444,6 @@ METRICS: tuple[Metric, ...] = (
         "fraction",
         "how evenly the aggregation spreads the gradient over tokens; 1 for token_mean and constant",
         kind="ratio",
-        signs=("–", "near 0: a few short answers own the step"),
     ),
     Metric(
         "kl_new_ref",
@@ -547,7 +452,6 @@ METRICS: tuple[Metric, ...] = (
         "nats",
         "estimates KL(new‖ref) on near-on-policy samples; not clamped",
         needs="ref_logprobs",
-        signs=("grows slowly", "a jump"),
     ),
     Metric(
         "ratio_new_ref",
@@ -564,7 +468,6 @@ METRICS: tuple[Metric, ...] = (
         "nats",
         "estimates KL(rollout engine‖trainer) of the sampling policy",
         needs="rollout_logprobs",
-        signs=("< 1e-3", "an upward trend: precision, weight sync, sampling filter, temperature"),
     ),
     Metric(
         "mismatch_max",
@@ -574,7 +477,6 @@ METRICS: tuple[Metric, ...] = (
         "largest gap between trainer and rollout engine on one token",
         kind="max",
         needs="rollout_logprobs",
-        signs=("< 1", Limit(high=5.0, cause="another token, template or model")),
     ),
     _of_gap(
         "difference",
@@ -582,31 +484,22 @@ METRICS: tuple[Metric, ...] = (
         "mean of d = o - b, of tokens with |d| ≤ 3",
         "nats",
         "mean gap between trainer and rollout engine",
-        signs=("0", "–"),
     ),
-    _of_gap(
-        "spread",
-        gap.spread,
-        "standard deviation of d, |d| ≤ 3",
-        "nats",
-        "how far they are apart",
-        signs=("< 0.04", Limit(high=0.08, steps=_ADVISED, cause="precision of the head, or stale weights")),
-    ),
+    _of_gap("spread", gap.spread, "standard deviation of d, |d| ≤ 3", "nats", "how far they are apart"),
     _of_gap(
         "correlation",
         gap.correlation,
         "cov(d, b)/√(var d · var b), |d| ≤ 3",
         "1",
         "whether d follows the log-probability; absent where all d are equal",
-        signs=("near 0", "–"),
     ),
     _of_gap(
         "temperature",
         gap.temperature,
         "1/κ, κ = cov(e, o)/cov(e, b), e = e^d - 1",
         "1",
-        "the trainer's temperature over the engine's; absent where d does not follow the log-probability (|correlation| < 0.5)",
-        signs=("absent", Limit(low=0.97, high=1.03, steps=_ADVISED, cause="the temperatures differ")),
+        "the trainer's temperature over the engine's; absent where d does not follow the log-probability "
+        "(|correlation| < 0.5)",
     ),
     _of_gap(
         "missing_mass",
@@ -614,28 +507,14 @@ METRICS: tuple[Metric, ...] = (
         "1 - E[e^d], or 1 - E[e^-d] if that is larger",
         "fraction",
         "probability of columns that one side alone counts",
-        signs=(
-            "< 0.003",
-            Limit(
-                high=0.01, steps=_ADVISED, cause="truncated sampling (top-p, top-k), or padded columns in one softmax"
-            ),
-        ),
     ),
     _of_gap(
-        "outlier_fraction",
-        gap.outlier_fraction,
-        "1[|d| > 0.5]",
-        "fraction",
-        "tokens on which the two hardly agree",
-        signs=(
-            "< 1e-3",
-            Limit(high=0.03, steps=_ADVISED, cause="other tokens, another template or begin of documents"),
-        ),
+        "outlier_fraction", gap.outlier_fraction, "1[|d| > 0.5]", "fraction", "tokens with a gap of more than 0.5 nats"
     ),
     Metric(
         "mismatch/rank",
         _farthest(0),
-        "argmax_r of mean_r |d| over that of the others",
+        "argmax_r of mean_r |d| over the mean of the other ranks",
         "rank",
         "the data-parallel rank that is furthest from the rollout engine; absent with one rank",
         kind="rank",
@@ -644,12 +523,11 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "mismatch/rank_factor",
         _farthest(1),
-        "mean_r |d| over that of the others, |d| up to 3",
+        "mean_r |d| over the mean of the other ranks, |d| up to 3",
         "1",
         "how much further it is than the others",
         kind="rank",
         needs="rollout_logprobs",
-        signs=("< 1.4", Limit(high=2.0, steps=_ADVISED, cause="one rank or one engine only")),
     ),
     *(
         Metric(_GAP + name, _part_of_gap(name), "Σ", "–", "part of mismatch/…", kind="part", needs="rollout_logprobs")
@@ -662,17 +540,9 @@ METRICS: tuple[Metric, ...] = (
         "nats",
         "exact entropy of softmax(z/τ) over the whole vocabulary, from the pass that gives the log-probabilities",
         level="with_entropy",
-        signs=("falls slowly", "near 0 early"),
     ),
     Metric("_weights", lambda t: t.fields.weights, "Σ w", "1", "part of aggregation_ess", kind="part"),
     Metric(
         "_squared_weights", lambda t: t.fields.weights.square(), "Σ w²", "1", "part of aggregation_ess", kind="part"
     ),
 )
-LIMITS = {metric.name: metric.signs[1] for metric in METRICS if isinstance(metric.signs[1], Limit)}
-
-
-def red_flags(record: Mapping[str, Any]) -> dict[str, Limit]:
-    """The limits that the values of one step are beyond, by metric; `record` holds `iteration`."""
-    known = {name: limit for name, limit in LIMITS.items() if isinstance(record.get(name), (int, float))}
-    return {name: limit for name, limit in known.items() if limit.is_touched(record[name], record["iteration"])}

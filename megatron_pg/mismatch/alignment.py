@@ -15,8 +15,8 @@ _FEWEST = 32  # positions that two documents must share: unrelated ones correlat
 _LEAST_VARIANCE = 0.01  # of sqrt(-log p): less is a document of which both sides are certain
 _MOST = 2000  # documents whose place is searched
 _CHUNK = 256  # of them at once, which bounds the memory
-_OWN = 0.5  # correlation with its own values that a document has, even with much dropout or old weights
-_OTHER = 0.8  # correlation that shows whose values they are, at any temperature
+_FITS_OWN = 0.5  # least correlation of a document with its own values, even with much dropout or old weights
+_FITS_OTHER = 0.8  # correlation that identifies the document of the values, at any temperature
 _SAME, _ALL = "ip,ip->i", "ip,jp->ij"  # pairs of rows: each with its own, or with all
 _BY_CHANCE = 1e-4  # share of documents that fit another's values so well and not their own
 
@@ -37,8 +37,8 @@ def excess(gap: Gap) -> tuple[float, float]:
     most 0 under every other cause.
     """
     ratios = [np.expm1(np.minimum(d, _LARGEST)) for d in (gap.difference, -gap.difference)]
-    means = [mean_over(each, gap.observation) for each in ratios]
-    return min(each.value for each in means), max(p_above(each) for each in means)
+    means = [mean_over(ratio, gap.observation) for ratio in ratios]
+    return min(mean.value for mean in means), max(p_above(mean) for mean in means)
 
 
 def doubt(gap: Gap, level: float) -> str:
@@ -60,10 +60,10 @@ def other_samples(gap: Gap, level: float) -> tuple[Answer, Gap]:
     If no other document fits, both ratios above 1 show that the values belong to other tokens. Then the result has the
     tokens of documents that fit their own values if most do, and no tokens otherwise.
     """
-    own, best, partner = _fits(gap)
-    judged = ~np.isnan(own)
+    own_fit, best, partner = _fits(gap)
+    judged = ~np.isnan(own_fit)
     number = int(judged.sum())
-    moved = judged & (own < _OWN) & (best > _OTHER)
+    moved = judged & (own_fit < _FITS_OWN) & (best > _FITS_OTHER)
     share, p = int(moved.sum()) / max(number, 1), binomial_tail(int(moved.sum()), number, _BY_CHANCE)
     related, (more, p_more) = agreement(gap), excess(gap)
     numbers = f"rank correlation {related:.2f}, E[π/q] and E[q/π] at least {1 + more:.2f}"
@@ -77,7 +77,7 @@ def other_samples(gap: Gap, level: float) -> tuple[Answer, Gap]:
     test = decided("other_samples", p, level, is_moved or more > 0.05, evidence, share=share, correlation=related)
     if test.outcome != "found":
         return test, gap
-    fine = judged & (own >= _OWN)
+    fine = judged & (own_fit >= _FITS_OWN)
     if not is_moved and fine.sum() < 0.5 * number:
         fine[:] = False
     return test, _returned(gap, fine, np.where(moved & is_moved, partner, -1))
@@ -95,15 +95,15 @@ def _fits(gap: Gap) -> tuple[Floats, Floats, Integers]:
     trainer, engine, there = (np.zeros((size, _POSITIONS)) for _ in range(3))
     root = lambda side: np.sqrt(np.maximum(-side[early], 0.0))  # noqa: E731 a few unlikely tokens do not decide alone
     trainer[at], engine[at], there[at] = root(gap.trainer), root(gap.engine), 1.0
-    own = _correlations(_SAME, trainer, engine, there, there)
+    own_fit = _correlations(_SAME, trainer, engine, there, there)
     best, partner = np.full(size, -1.0), np.zeros(size, int)
-    doubtful = np.flatnonzero(own < _OWN)[:_MOST]
+    doubtful = np.flatnonzero(own_fit < _FITS_OWN)[:_MOST]
     for rows in np.split(doubtful, range(_CHUNK, len(doubtful), _CHUNK)):
-        found = _correlations(_ALL, trainer[rows], engine, there[rows], there)
-        found[np.isnan(found)] = -1.0  # no partner
-        found[np.arange(len(rows)), rows] = -1.0
-        best[rows], partner[rows] = found.max(axis=1), found.argmax(axis=1)
-    return own, best, partner
+        fits = _correlations(_ALL, trainer[rows], engine, there[rows], there)
+        fits[np.isnan(fits)] = -1.0  # no partner
+        fits[np.arange(len(rows)), rows] = -1.0
+        best[rows], partner[rows] = fits.max(axis=1), fits.argmax(axis=1)
+    return own_fit, best, partner
 
 
 def _correlations(pairs: str, x: Floats, y: Floats, has_x: Floats, has_y: Floats) -> Floats:
@@ -123,8 +123,8 @@ def _returned(gap: Gap, fine: Booleans, partner: Integers) -> Gap:
     places = gap.document * 2**32 + gap.position
     moved = np.flatnonzero(partner[gap.document] >= 0)
     wanted = partner[gap.document[moved]] * 2**32 + gap.position[moved]
-    found = np.minimum(np.searchsorted(places, wanted), len(places) - 1)
-    moved, found = moved[places[found] == wanted], found[places[found] == wanted]
-    trainer, engine = np.concatenate([stay, moved]), np.concatenate([stay, found])
+    targets = np.minimum(np.searchsorted(places, wanted), len(places) - 1)
+    moved, targets = moved[places[targets] == wanted], targets[places[targets] == wanted]
+    trainer, engine = np.concatenate([stay, moved]), np.concatenate([stay, targets])
     engine, first = np.unique(engine, return_index=True)  # in order, each token once
     return replace(gap.where(engine), trainer=gap.trainer[trainer[first]])

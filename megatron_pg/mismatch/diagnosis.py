@@ -43,7 +43,7 @@ class Diagnosis:
         """As a JSON object."""
         shown = [asdict(test) | {"title": CAUSES[test.cause].title} for test in self.tests]
         advice = {test.cause: CAUSES[test.cause].advice for test in self.found}
-        findings = [each | {"advice": advice[each["cause"]]} for each in shown if each["cause"] in advice]
+        findings = [test | {"advice": advice[test["cause"]]} for test in shown if test["cause"] in advice]
         return {"verdict": self.verdict, "summary": self.summary, "findings": findings, "tests": shown}
 
 
@@ -90,10 +90,10 @@ def diagnose(gap: Gap, level: float = LEVEL, settings: Settings | None = None) -
         course.give_up_rest(why)
     else:
         _test_distribution(course, _test_documents(course))
-    tests = (
-        course.tests if settings is None else against(settings, course.tests, has_sampling_mask=gap.has_sampling_mask)
-    )
-    return Diagnosis(tests, summarise(gap))
+    tests = course.tests
+    if settings is not None:
+        tests = against(settings, tests, has_sampling_mask=gap.has_sampling_mask)
+    return Diagnosis(tests, summarize(gap))
 
 
 def _test_values(course: _Course) -> None:
@@ -141,7 +141,7 @@ def _test_distribution(course: _Course, factors: Floats) -> None:
         course.add(spread.head_precision(even, values.rounding_scale(gap), level))
 
 
-def summarise(gap: Gap) -> dict[str, float]:
+def summarize(gap: Gap) -> dict[str, float]:
     """Mean of d and |d|, k3 estimate of KL(engine‖trainer) in nats, robust scale of uncertain tokens, share of
     outliers."""
     d = gap.difference

@@ -48,9 +48,9 @@ def missing_mass(gap: Gap, level: float) -> tuple[Answer, Answer]:
         return decided("truncation", p, level, False, text), decided("padding", p, level, False, text)
     cause, why = ("padding", "the engine's probabilities are the smaller ones") if is_backward else _which(gap)
     text = f"{missing:.2%} of the probability is missing on one side (E[π/q] = {1 - forward[0]:.4f}); {why}"
-    found = decided(cause, p, level, True, text, missing=missing, kept=1 - missing)
+    result = decided(cause, p, level, True, text, missing=missing, kept=1 - missing)
     other = decided("padding" if cause == "truncation" else "truncation", p, level, False, text)
-    return (found, other) if cause == "truncation" else (other, found)
+    return (result, other) if cause == "truncation" else (other, result)
 
 
 def _missing(gap: Gap, d: Floats, sampler: Floats) -> tuple[float, float]:
@@ -140,9 +140,9 @@ def _exponent(trainer: Floats, engine: Floats) -> float:
 
 
 def _extremes(d: Floats, q: Floats) -> tuple[float, float]:
-    """The largest and the smallest mean of d over stretches of log q that hold enough tokens."""
-    stretches = np.searchsorted([-8.0, -4.0, -2.0, -1.0, -0.5, -0.1], q)
-    means = [d[stretches == each].mean() for each in range(6) if (stretches == each).sum() >= 50] or [0.0]
+    """The largest and the smallest mean of d over parts of log q that have enough tokens."""
+    parts = np.searchsorted([-8.0, -4.0, -2.0, -1.0, -0.5, -0.1], q)
+    means = [d[parts == part].mean() for part in range(6) if (parts == part).sum() >= 50] or [0.0]
     return float(max(means)), float(min(means))
 
 
@@ -169,7 +169,7 @@ def routing(gap: Gap, level: float) -> Answer:
 
 def is_outlier(gap: Gap) -> Booleans:
     """[T] whether d is beyond 10 scales and 0.1 nats."""
-    return (np.abs(noise_of(gap).standardised(gap)) > 10) & (np.abs(gap.difference) > 0.1)
+    return (np.abs(noise_of(gap).standardized(gap)) > 10) & (np.abs(gap.difference) > 0.1)
 
 
 def _clustering(gap: Gap, hits: np.ndarray) -> float:

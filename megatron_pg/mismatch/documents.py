@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,7 +33,7 @@ def _after_start(gap: Gap) -> Gap:
 def _sizes(gap: Gap, noise: Noise) -> Floats:
     """[T] |d - center| over its mean among tokens of similar surprise after the start; each at most 20 scales."""
     like = _after_start(gap)
-    sizes, of_like = (np.minimum(np.abs(noise.standardised(each)), _MOST) for each in (gap, like))
+    sizes, of_like = (np.minimum(np.abs(noise.standardized(tokens)), _MOST) for tokens in (gap, like))
     count = np.bincount(bins_of(like), minlength=len(noise.scale))
     mean = np.bincount(bins_of(like), weights=of_like, minlength=len(noise.scale)) / np.maximum(count, 1)
     mean = np.where(count >= 30, mean, of_like.mean() if len(of_like) else 1.0)
@@ -54,14 +54,14 @@ def template(gap: Gap, level: float) -> tuple[Answer, int]:
             "template", f"fewer than {FEWEST} documents have trained tokens at their start and 16 after it"
         ), 0
     noise = noise_of(_after_start(gap))
-    sizes = _sizes(gap, replace(noise, centre=np.zeros_like(noise.centre)))
+    sizes = _sizes(gap, replace(noise, center=np.zeros_like(noise.center)))
     usual = float(sizes[late].mean())
     mean = mean_over(sizes[early] - 1.6 * usual, gap.document[early])
     ratio = float(sizes[early].mean()) / max(usual, 1e-9)
     edges = [e for e in (0, 4, 8, 16, 32, 64, 128, 256, 512) if e <= last.max()]
-    stretches = np.searchsorted(edges, gap.position, side="right") - 1
-    profile = np.bincount(stretches, weights=sizes) / np.maximum(np.bincount(stretches), 1)
-    lasts = next((edge for edge, each in zip(edges, profile, strict=False) if each < 1.25 * usual), edges[-1])
+    parts = np.searchsorted(edges, gap.position, side="right") - 1
+    profile = np.bincount(parts, weights=sizes) / np.maximum(np.bincount(parts), 1)
+    lasts = next((edge for edge, size in zip(edges, profile, strict=False) if size < 1.25 * usual), edges[-1])
     evidence = (
         f"|log π - log q| is {ratio:.1f} times as large in the first {_EARLY} tokens of a response as in its later half"
     )
@@ -77,32 +77,46 @@ def _of_documents(gap: Gap) -> tuple[Floats, np.ndarray]:
     return np.log(total[there] / count[there] + 0.05), there
 
 
+class _Group(NamedTuple):
+    """The documents of one worker, rank, file …, compared with the others."""
+
+    p: float  # Welch's test
+    factor: str  # "worker", …
+    label: Any
+    distance: float  # of the mean log size of d
+    members: Booleans  # [documents with tokens]
+
+    @property
+    def ratio(self) -> float:
+        return float(np.exp(self.distance))
+
+
 def groups(gap: Gap, level: float) -> tuple[Answer, Booleans]:
     """Documents of each worker, rank, file … against all others; the test, and the documents [D] outside bad groups."""
     values, there = _of_documents(gap)
-    fine, found = np.ones(len(gap.step), bool), []
+    fine, candidates = np.ones(len(gap.step), bool), list[_Group]()
     for factor, labels in gap.groups.items():
-        found += [(p, factor, *rest) for p, *rest in _against_others(values, [labels[i] for i in there])]
-    if not found:
+        candidates += _against_others(values, factor, [labels[i] for i in there])
+    if not candidates:
         why = f"no two workers, data_parallel_ranks or files have {_FEWEST_DOCUMENTS} documents each to compare"
         return cannot_tell("group", why), fine
-    found.sort(key=lambda each: each[0])
-    bad = [each for each in found if each[0] * len(found) <= level and abs(each[3]) >= 0.35]
-    if sum(each[4].sum() for each in bad) > 0.7 * len(there):
+    candidates.sort(key=lambda group: group.p)
+    bad = [group for group in candidates if group.p * len(candidates) <= level and abs(group.distance) >= 0.35]
+    if sum(group.members.sum() for group in bad) > 0.7 * len(there):
         bad = bad[:1]  # most would be bad: remove the surest one only, and test the other documents
-    for each in bad:
-        fine[there[each[4]]] = False
+    for group in bad:
+        fine[there[group.members]] = False
     shown = [
-        f"{f} {n}: |log π - log q| is {np.exp(x):.2f} times that of the others" for _, f, n, x, _ in bad or found[:1]
+        f"{group.factor} {group.label}: |log π - log q| is {group.ratio:.2f} times as large as in the others"
+        for group in bad or candidates[:1]
     ]
-    estimate = [{"factor": f, "group": n, "ratio": float(np.exp(x))} for _, f, n, x, _ in bad]
-    p = min(1.0, found[0][0] * len(found))
+    estimate = [{"factor": group.factor, "group": group.label, "ratio": group.ratio} for group in bad]
+    p = min(1.0, candidates[0].p * len(candidates))
     return decided("group", p, level, bool(bad), "; ".join(shown), groups=estimate), fine
 
 
-def _against_others(values: Floats, labels: Sequence[Any]) -> list[tuple[float, Any, float, Booleans]]:
-    """p (Welch), label, distance and members of every group of at least 4 documents, against the groups of usual
-    median."""
+def _against_others(values: Floats, factor: str, labels: Sequence[Any]) -> list[_Group]:
+    """Every group of at least 4 documents, against the groups of usual median."""
     numbers = {label: i for i, label in enumerate(dict.fromkeys(label for label in labels if label is not None))}
     codes = np.array([numbers.get(label, len(numbers)) for label in labels], dtype=np.int64)
     order = np.argsort(codes, kind="stable")
@@ -117,7 +131,7 @@ def _against_others(values: Floats, labels: Sequence[Any]) -> list[tuple[float, 
         pool[part] = not odd
     if pool.sum() < _FEWEST_DOCUMENTS:  # two groups: each against the other
         pool[:], is_odd[:] = True, False
-    found = []
+    candidates = list[_Group]()
     for (label, part), odd in zip(large, is_odd, strict=True):
         members = np.zeros(len(values), bool)
         members[part] = True
@@ -127,8 +141,10 @@ def _against_others(values: Floats, labels: Sequence[Any]) -> list[tuple[float, 
         distance = float(values[part].mean() - mean)
         error = float(np.sqrt(values[part].var(ddof=1) / len(part) + variance / count))
         p = 2 * tail((abs(distance) - _HARMLESS) / max(error, 1e-12), min(len(part), count) - 1)
-        found.append((min(p, 1.0), label, distance, members))
-    return found if len(large) > 2 else [max(found, key=lambda each: each[2])]  # of two, the one that is further
+        candidates.append(_Group(min(p, 1.0), factor, label, distance, members))
+    if len(large) == 2:
+        return [max(candidates, key=lambda group: group.distance)]
+    return candidates
 
 
 def _moments(values: Floats, without: Floats) -> tuple[int, float, float]:
@@ -151,10 +167,10 @@ def staleness(gap: Gap, level: float) -> tuple[Answer, Floats]:
     what = "step - weight_version" if known else "steps since the first rollouts (no weight_version is given)"
     if len(np.unique(x)) < (2 if known else 3) or len(x) < FEWEST:
         return cannot_tell("staleness", f"all documents have the same {what}"), ones
-    centred = x - x.mean()
-    slope = float(centred @ values / (centred @ centred))
-    rest = values - values.mean() - slope * centred
-    error = float(np.sqrt((centred**2 * rest**2).sum()) / (centred @ centred)) * np.sqrt(len(x) / (len(x) - 2))
+    centered = x - x.mean()
+    slope = float(centered @ values / (centered @ centered))
+    rest = values - values.mean() - slope * centered
+    error = float(np.sqrt((centered**2 * rest**2).sum()) / (centered @ centered)) * np.sqrt(len(x) / (len(x) - 2))
     low, high = np.quantile(x, [0.1, 0.9])
     growth = float(np.exp(slope * (high - low)))
     evidence = f"|log π - log q| grows {growth:.2f} times from {low:.0f} to {high:.0f} {what}"
@@ -162,7 +178,7 @@ def staleness(gap: Gap, level: float) -> tuple[Answer, Floats]:
     test = decided(
         "staleness", p, level, growth >= (1.3 if known else 1.5), evidence, growth=growth, steps=float(high - low)
     )
-    levels = {each: np.exp(np.median(values[x == each])) for each in np.unique(x)}
+    levels = {value: np.exp(np.median(values[x == value])) for value in np.unique(x)}
     least = min(levels.values())
-    factors = np.array([levels.get(each, 1.0) / least for each in age])
+    factors = np.array([levels.get(value, 1.0) / least for value in age])
     return test, factors if test.outcome == "found" else ones

@@ -127,7 +127,7 @@ def _topk(sample: Any, kept: Integers, drawn: Integers) -> tuple[NDArray[np.floa
     """[n, K] the engine's top-k values at the kept tokens, descending, and the rank of each sampled token."""
     if sample.rollout_topk is None:
         return None
-    ids, values = (each.numpy()[kept] for each in (sample.rollout_topk.ids, sample.rollout_topk.logprobs))
+    ids, values = (part.numpy()[kept] for part in (sample.rollout_topk.ids, sample.rollout_topk.logprobs))
     values = np.where(ids >= 0, values, -np.inf).astype(np.float32)
     order = np.argsort(-values, axis=1, kind="stable")
     is_sampled = np.take_along_axis(ids, order, axis=1) == drawn[:, None]

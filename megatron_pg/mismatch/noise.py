@@ -17,14 +17,14 @@ _LEAST_SHARE = 0.3  # of the scale at 0.4 to 4 nats: the least scale of certain 
 class Noise:
     """Center and robust scale of d in bins of surprise; bins with few tokens use their neighbors'."""
 
-    centre: Floats  # [bins] median of d
-    scale: Floats  # [bins] 1.4826 · median |d - centre|
+    center: Floats  # [bins] median of d
+    scale: Floats  # [bins] 1.4826 · median |d - center|
     level: float  # scale of the tokens between 0.4 and 4 nats, or of all
 
-    def standardised(self, gap: Gap) -> Floats:
-        """[T] (d - centre)/scale, the scale at least 0.3 of the level."""
+    def standardized(self, gap: Gap) -> Floats:
+        """[T] (d - center)/scale, the scale at least 0.3 of the level."""
         bins = bins_of(gap)
-        return (gap.difference - self.centre[bins]) / np.maximum(self.scale[bins], max(_LEAST_SHARE * self.level, 1e-6))
+        return (gap.difference - self.center[bins]) / np.maximum(self.scale[bins], max(_LEAST_SHARE * self.level, 1e-6))
 
 
 def bins_of(gap: Gap) -> np.ndarray:
@@ -36,20 +36,20 @@ def noise_of(gap: Gap) -> Noise:
     """The noise model of these tokens; medians ignore what a minority of tokens has."""
     bins, d = bins_of(gap), gap.difference
     count = np.bincount(bins, minlength=len(EDGES) - 1).astype(float)
-    centre, scale = np.full(len(count), np.nan), np.full(len(count), np.nan)
-    for each in np.flatnonzero(count >= _FEWEST):
-        centre[each], scale[each] = robust(d[bins == each])
+    center, scale = np.full(len(count), np.nan), np.full(len(count), np.nan)
+    for number in np.flatnonzero(count >= _FEWEST):
+        center[number], scale[number] = robust(d[bins == number])
     usual = (gap.surprise > 0.4) & (gap.surprise < 4)
     level = robust(d[usual] if usual.sum() >= _FEWEST else d)[1]
-    return Noise(_filled(centre, 0.0), _filled(scale, level), level)
+    return Noise(_filled(center, 0.0), _filled(scale, level), level)
 
 
 def robust(values: Floats) -> tuple[float, float]:
     """Median and 1.4826 times the median distance from it, which is a normal distribution's standard deviation."""
     if not len(values):
         return 0.0, 0.0
-    centre = float(np.median(values))
-    return centre, 1.4826 * float(np.median(np.abs(values - centre)))
+    center = float(np.median(values))
+    return center, 1.4826 * float(np.median(np.abs(values - center)))
 
 
 def _filled(values: Floats, otherwise: float) -> Floats:

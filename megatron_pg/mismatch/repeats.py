@@ -35,11 +35,11 @@ def at_pairs(gap: Gap, bound: float = BY_CHANCE) -> Share | None:
     noise = noise_of(gap)
     scale = np.maximum(noise.scale[bins_of(gap)], 1e-9)
     uncertain = gap.surprise > _LEAST_SURPRISE
-    z = np.clip((gap.difference - noise.centre[bins_of(gap)]) / scale, -_MOST, _MOST)[uncertain]
+    z = np.clip((gap.difference - noise.center[bins_of(gap)]) / scale, -_MOST, _MOST)[uncertain]
     document = gap.document[uncertain]
     _, pair = np.unique(gap.pair[uncertain], return_inverse=True)
-    _, own = np.unique(pair * len(gap.step) + document, return_inverse=True)
-    total, count = (np.bincount(pair, each)[pair] - np.bincount(own, each)[own] for each in (z, np.ones(len(z))))
+    _, in_document = np.unique(pair * len(gap.step) + document, return_inverse=True)
+    total, count = (np.bincount(pair, w)[pair] - np.bincount(in_document, w)[in_document] for w in (z, np.ones(len(z))))
     others = count > 0
     if others.sum() < _FEWEST_TOKENS or len(np.unique(document[others])) < FEWEST:
         return None

@@ -77,19 +77,20 @@ def sampling(gap: Gap, level: float) -> Answer:
 
 def _gains(log_q: Floats, rank: Integers) -> Iterator[tuple[_Way, float]]:
     """Every way to sample, and its log-likelihood minus the reported one's."""
-    own = np.log(_of_drawn(_probabilities(log_q, 1.0), rank))
+    reported = np.log(_of_drawn(_probabilities(log_q, 1.0), rank))
     truncations = [_Way(), *(_Way(share=c) for c in _SHARES), *(_Way(count=k) for k in _COUNTS if k <= log_q.shape[1])]
     for temperature in _TEMPERATURES:
         probabilities = _probabilities(log_q, temperature)
         drawn = _of_drawn(probabilities, rank)
-        for each in truncations:
-            way = _Way(1.0 if math.isclose(temperature, 1.0) else float(temperature), each.share, each.count)
+        for truncation in truncations:
+            rounded = 1.0 if math.isclose(temperature, 1.0) else float(temperature)
+            way = _Way(rounded, truncation.share, truncation.count)
             likelihood = drawn
             if way.is_truncated:
                 kept = _kept(probabilities, way)
                 mass = (probabilities * kept).sum(axis=1)
                 likelihood = drawn * ((1 - _STRAY) * kept[np.arange(len(rank)), rank] / mass + _STRAY)
-            yield way, float((np.log(likelihood) - own).sum())
+            yield way, float((np.log(likelihood) - reported).sum())
 
 
 def _plainest(gains: dict[_Way, float]) -> tuple[_Way, float]:
@@ -100,7 +101,7 @@ def _plainest(gains: dict[_Way, float]) -> tuple[_Way, float]:
         [way for way in gains if way.temperature == 1.0],
         [*gains],
     ]
-    nothing, hotter, truncated, both = (max(each, key=gains.__getitem__) for each in ways)
+    nothing, hotter, truncated, both = (max(group, key=gains.__getitem__) for group in ways)
     one = max(hotter, truncated, key=gains.__getitem__)
     chosen = both if gains[both] > gains[one] + _CLEARLY else one
     chosen = chosen if gains[chosen] > gains[nothing] else nothing

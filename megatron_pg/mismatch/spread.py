@@ -22,7 +22,7 @@ def head_precision(gap: Gap, rounding: Floats, level: float) -> Answer:
     noise = noise_of(gap)
     if ((gap.surprise > 0.4) & (gap.surprise < 4)).sum() < _FEWEST:
         return cannot_tell("head_precision", f"fewer than {_FEWEST} tokens at 0.4 to 4 nats")
-    size = np.abs(noise.standardised(gap)[gap.surprise > 0.4])
+    size = np.abs(noise.standardized(gap)[gap.surprise > 0.4])
     tail, pairs = float(np.quantile(size, 0.99) / max(np.median(size), 1e-9)), at_pairs(gap)
     evidence = (
         f"the scale of log π - log q is {noise.level:.4f} nats, its 99 % quantile {tail:.1f} times its median "
@@ -84,6 +84,6 @@ def p_wide(gap: Gap, scale: float, rounding: Floats | float = 0.0) -> float:
     middle = (gap.surprise > 0.4) & (gap.surprise < 4)
     if middle.sum() < _FEWEST:
         return 1.0
-    d = gap.difference - noise_of(gap).centre[bins_of(gap)]
+    d = gap.difference - noise_of(gap).center[bins_of(gap)]
     beyond = np.abs(d) > _MEDIAN * np.hypot(scale, rounding)
     return p_above(mean_over(beyond[middle] - 0.5, gap.observation[middle]))

@@ -96,7 +96,7 @@ def shift(gap: Gap, level: float) -> tuple[Answer, Gap]:
 def realigned(gap: Gap, lag: int) -> Gap:
     """The tokens of all documents at lag 0, or at `lag` for documents that agree better there; unpaired tokens are
     dropped."""
-    pairs = [_pairs(gap, each) for each in (0, lag)]
+    pairs = [_pairs(gap, shift_by) for shift_by in (0, lag)]
     size = len(gap.step)
     sums = []
     for t, other in pairs:
@@ -106,7 +106,7 @@ def realigned(gap: Gap, lag: int) -> Gap:
     (stay, _), (t, other) = pairs
     stay, moved = stay[~moves[gap.document[stay]]], moves[gap.document[t]]
     order = np.argsort(np.concatenate([stay, t[moved]]), kind="stable")
-    trainer, engine = (np.concatenate([stay, each[moved]])[order] for each in (t, other))
+    trainer, engine = (np.concatenate([stay, indices[moved]])[order] for indices in (t, other))
     return replace(gap.where(engine), trainer=gap.trainer[trainer])  # the tokens are those of the engine
 
 

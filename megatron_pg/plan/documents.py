@@ -272,7 +272,7 @@ class DocumentAccumulator:
     def _searched(
         self, draft: "Draft", group: ProcessGroup | None, table: list[_Counts]
     ) -> tuple[list[_Counts], Exception | None]:
-        """Search for whole groups with N documents in total, after taking them in turn has missed N; all ranks' counts."""
+        """Search for whole groups with N documents in total, if taking them in turn has missed N; all ranks' counts."""
         wanted, rank = self._rule.num_documents, 0 if group is None else torch.distributed.get_rank(group)
         row, error = torch.zeros(1 + wanted, dtype=torch.int64), None
         try:

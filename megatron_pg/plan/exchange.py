@@ -284,7 +284,7 @@ def _sums(
 ) -> list[Tensor]:
     """Integers to sum over the ranks; `of_rollouts`: facts of all owned rollouts, then by environment."""
     balance = sum(share.balance(rank) for share in local.shares) % MODULUS
-    num_trained = int(local.rows[:, rule.union].clamp(min=0).sum())
+    num_trained = int(local.rows[:, rule.any_term].clamp(min=0).sum())
     found = [
         torch.tensor([num_trained, local.num_positions, local.num_response_tokens, local.num_missing, balance]),
         local.rows[:, rule.counted].clamp(min=0).sum(dim=0),

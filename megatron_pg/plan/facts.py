@@ -112,7 +112,7 @@ def of_environments(rollouts: Tensor, names: Sequence[str]) -> list[Tensor]:
 
 
 def count_groups(prompts: Tensor) -> Tensor:
-    """[2] int64: prompts of which two rollouts carry a reward, and those of them whose rewards are all equal."""
+    """[2] int64: prompts with at least two rewards, and the number of these whose rewards are all equal."""
     are_groups = prompts[:, LAST] > prompts[:, FIRST]
     is_number = ~ordered_bits(prompts[:, LARGEST]).view(torch.float64).isnan()
     are_equal = (prompts[:, LARGEST] == prompts[:, SMALLEST]) & is_number
@@ -137,7 +137,7 @@ class SampleFacts:
 
     @classmethod
     def of(cls, sums: Tensor, largest: Tensor, groups: Tensor, names: Sequence[str] = ()) -> "SampleFacts":
-        """From sums and largest values of all rollouts, then of those of each environment, one after the other."""
+        """From sums and largest values of all rollouts, followed by those of each environment."""
         (of_all, *sums_of), (largest_of_all, *largest_of) = sums.split(_SUMS), largest.split(3)
         parts = zip(names, sums_of, largest_of, strict=True)
         none = torch.zeros_like(groups)

@@ -30,5 +30,9 @@ def count_step(batches: Sequence[PackedBatch], settings: LossSettings, group: Pr
         ValueError: a sample lacks what the loss needs, or the user's reducer fails.
     """
     factors = [token_factors(batch, settings) for batch in batches]
-    kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch, settings.policy)]
+    kept = [
+        n
+        for batch, own in zip(batches, factors, strict=True)
+        for n in own.kept_per_sample(batch, settings.objective_tokens)
+    ]
     return CountedStep(local_table_of(batches, settings.plan_rule, group, kept), factors)

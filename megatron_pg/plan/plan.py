@@ -33,6 +33,7 @@ from megatron_pg.plan.facts import SampleFacts
 from megatron_pg.plan.table import (
     PROMPT,
     ROLLOUT,
+    TRAINED,
     LocalTable,
     PlanRule,
     SelectionFacts,
@@ -60,7 +61,7 @@ class TermPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """Totals of one optimizer step (rollouts, prompts and T of the objective), and denominators of this rank's samples."""
+    """Totals of one optimizer step (rollouts, prompts, T of the objective), and denominators of this rank's samples."""
 
     aggregation: str
     divisor: float | None
@@ -157,7 +158,6 @@ def plan_from_table(
     _check_groups(whole.mixed, name_of)
     _check_conflicts(whole.conflicting, local, name_of, group)
     warning = _check_unique(whole, heads, rule, local, group)
-    columns = dict.fromkeys(rule.policy, 0) | {name: 2 + i for i, name in enumerate(rule.own_tokens)}
     depths, kept = range(len(rule.counted) - rule.depths, len(rule.counted)), int(rule.denominator == "kept")
     _check_counted(whole.num_trained, whole.tokens[0], whole.tokens[kept])
     with_prompts = any(head.has_prompt_ids == 1 for head in heads)
@@ -167,7 +167,7 @@ def plan_from_table(
         aggregation=rule.aggregation,
         divisor=rule.divisor,
         denominators=_denominators(count(kept, live_only=rule.live_only), rule.aggregation),
-        terms=_plan_terms(rule, columns, count),
+        terms=_plan_terms(rule, count),
         depth_denominators=tuple(_denominators(depth, rule.depth_aggregation) for depth in of_depths),
         depth_counts=tuple(depth.num_tokens for depth in of_depths),
         num_samples=sum(head.num_samples for head in heads),
@@ -185,12 +185,12 @@ def plan_from_table(
     )
 
 
-def _plan_terms(rule: PlanRule, columns: Mapping[str, int], count: Callable[..., StepCounts]) -> dict[str, TermPlan]:
-    """The plan of every loss term; on the objective's tokens its denominators count the same units as the objective's."""
-    found = {}
-    for term in rule.terms:
+def _plan_terms(rule: PlanRule, count: Callable[..., StepCounts]) -> dict[str, TermPlan]:
+    """The plan of every further loss term; on the objective's tokens it counts the same units as the objective."""
+    found, columns = {}, rule.columns
+    for term in rule.terms[rule.has_objective :]:
         column, denominators = columns[term.tokens], None
-        own = count(column, live_only=rule.live_only and term.tokens in rule.policy)
+        own = count(column, live_only=rule.live_only and column == TRAINED)
         if term.aggregation and term.aggregation != AS_POLICY:
             denominators = _denominators(replace(own, divisor=term.divisor), term.aggregation)
         found[term.name] = TermPlan(

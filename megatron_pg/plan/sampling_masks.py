@@ -1,4 +1,4 @@
-"""What the rollout engine could have sampled, looked at before a step is planned; the same on all peers, which hold the same samples."""
+"""Checks of sampling masks before a step is planned. All peers have the same samples, so results are equal."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -13,14 +13,12 @@ from megatron_pg.rollouts.fields import LOGPROBS
 from megatron_pg.rollouts.payloads.sampling_masks import RecordedMask, check_ids
 from megatron_pg.rollouts.sample import Sample
 
-_CERTAIN = -1e-3  # log-probability of a token that was the only one, rounded; nats
-_OF_ROLLOUT = tuple(
-    name for name in LOGPROBS if name != "teacher_logprobs"
-)  # a teacher's are over the whole vocabulary
+_CERTAIN = -1e-3  # nats: log-probability of the only token of a set, with rounding
+_OF_ROLLOUT = tuple(name for name in LOGPROBS if name != "teacher_logprobs")  # a teacher's use the whole vocabulary
 
 
 def members(samples: Iterable[Sample], settings: LossSettings) -> Iterator[tuple[Sample, RecordedMask, Tensor]]:
-    """The samples whose sampling mask a term reads, with it and the tokens [R] at which one does."""
+    """The samples with a sampling mask that a term reads, with the mask and the tokens [R] of those terms."""
     for sample in samples:
         if sample.sampling_mask is not None and (
             masks := list(_masks_of(sample, settings.over_sampling_mask).values())
@@ -29,12 +27,12 @@ def members(samples: Iterable[Sample], settings: LossSettings) -> Iterator[tuple
 
 
 def _masks_of(sample: Sample, terms: Iterable[str]) -> dict[str, Tensor]:
-    """Those of the loss terms that the sample is of."""
+    """The masks of those loss terms that the sample belongs to."""
     return {name: mask for name in terms if (mask := sample.mask_of(name)) is not None}
 
 
 def without_missing(batch: PackedBatch, settings: LossSettings) -> PackedBatch:
-    """The micro-batch; under `--pg-sampling-mask-missing mask` without the trained tokens that their samples' sampling masks do not hold."""
+    """Under `--pg-sampling-mask-missing mask`, mask the trained tokens outside their samples' sampling masks."""
     if settings.sampling_mask_missing != "mask" or not settings.over_sampling_mask:
         return batch
     outside = {
@@ -54,16 +52,16 @@ def _without(sample: Sample, outside: Tensor, settings: LossSettings) -> Sample:
 
 
 def check_sampling_masks(samples: Sequence[Sample], settings: LossSettings) -> None:
-    """Refuse tokens that could not have been sampled, and log-probabilities that are not of what could be, where a term reads the sampling mask.
+    """Refuse tokens outside the sampling mask, and log-probabilities over the whole vocabulary, where a term reads it.
 
     Raises:
-        ValueError: for the first of them.
+        ValueError: for the first such token.
     """
     for sample, sampling_mask, mask in members(samples, settings):
         if settings.head_mode == "scaled_exp":
             raise ValueError(
-                f"sample {sample.sample_id} has a sampling mask, and --pg-fused-head scaled_exp knows log-probabilities over the whole vocabulary only. "
-                "Use --pg-fused-head forward."
+                f"sample {sample.sample_id} has a sampling mask, and --pg-fused-head scaled_exp computes log-probabilities "
+                "over the whole vocabulary only. Use --pg-fused-head forward."
             )
         check_ids(sampling_mask, mask, sample.sample_id)
         _check_holds(sample, sampling_mask, mask)
@@ -82,34 +80,35 @@ def _check_holds(sample: Sample, sampling_mask: RecordedMask, mask: Tensor) -> N
     if (bad := (mask & ~sampling_mask.contains(_response(sample))).nonzero()).numel():
         k = int(bad[0])
         raise ValueError(
-            f"sampling_mask of sample {sample.sample_id} does not hold token {int(_response(sample)[k])}, its response token {k}, which is trained, so "
-            f"it could not have been sampled ({len(bad)} of the sample's tokens). Are tokens and sets of one step of the engine? "
-            "--pg-sampling-mask-missing mask leaves such tokens out."
+            f"sampling_mask of sample {sample.sample_id} does not hold token {int(_response(sample)[k])}, its trained "
+            f"response token {k} ({len(bad)} of the sample's tokens). Check that tokens and sets come from the same "
+            "step of the engine. --pg-sampling-mask-missing mask masks such tokens."
         )
 
 
 def _check_anchor(sample: Sample, sampling_mask: RecordedMask, mask: Tensor, name: str) -> None:
-    """A token that was the only one had probability 1 under every policy that is over what could be sampled."""
+    """Refuse a log-probability below 0 of the only token of a set: it was computed over the whole vocabulary."""
     values = getattr(sample, name)
     if values is None:
         return
     if (bad := (mask & (sampling_mask.counts == 1) & (values < _CERTAIN)).nonzero()).numel():
         k = int(bad[0])
         raise ValueError(
-            f"{name} of sample {sample.sample_id} is {float(values[k]):g} at response token {k}, whose sampling mask is that token alone, which has "
-            "log-probability 0: it is over the whole vocabulary, so ratios would be wrong by the mass of the sampling mask. Compute it over the "
-            "sampling mask (docs/sampling_masks.md); an engine reports processed log-probabilities."
+            f"{name} of sample {sample.sample_id} is {float(values[k]):g} at response token {k}, whose sampling mask "
+            "has only that token, with log-probability 0: the value was computed over the whole vocabulary. Compute it "
+            "over the sampling mask (docs/sampling_masks.md); an engine reports it as processed log-probabilities."
         )
 
 
 def _check_term(sample: Sample, sampling_mask: RecordedMask, mask: Tensor, term: LossTerm) -> None:
-    """Of a token, log π is over what could be sampled or over all tokens, not both."""
+    """Refuse a token for which one term reads log π over the sampling mask and another over the whole vocabulary."""
     own = sample.mask_of(term.tokens)
     is_both = mask & (sampling_mask.counts > 0) if own is None else mask & (sampling_mask.counts > 0) & own
     is_alone = term.reads_topk or term.reads_hidden
     if (own is not None or is_alone) and is_both.any():
         raise ValueError(
-            f"{term.flag} reads log-probabilities over the whole vocabulary at response token {int(is_both.nonzero()[0])} of sample "
-            f"{sample.sample_id}, where another term reads those over its sampling mask. Give the loss term its own tokens"
-            f"{' in its own run' if is_alone else ''}, or remove one of them."
+            f"{term.flag} reads log-probabilities over the whole vocabulary at response token "
+            f"{int(is_both.nonzero()[0])} of sample {sample.sample_id}, where another term reads those over its "
+            f"sampling mask. Give the loss term its own tokens{' in its own run' if is_alone else ''}, or remove one "
+            "of them."
         )

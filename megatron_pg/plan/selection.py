@@ -19,8 +19,8 @@ from megatron_pg.batch import PackedBatch
 from megatron_pg.declarations.corrections import CORRECTIONS, SelectionDeclaration
 from megatron_pg.objectives.corrections.selections import (
     MOST_PARTS,
-    Chosen,
     StepKeys,
+    TokenSelection,
     average,
     content_of,
     exact_parts,
@@ -77,13 +77,17 @@ def select_tokens(
     lines = [_Line(identity_of(s), content_of(s, k), p, len(k)) for s, k, p in zip(samples, keys, brought, strict=True)]
     everyones, lines = _gathered_tokens(lines, keys, heads, group)
     step = StepKeys(everyones, [line.length for line in lines], _origins(lines, settings.seed))
-    nothing = Chosen(everyones.bool(), None)  # type: ignore[arg-type]  # objectives are not checked for None yet
+    nothing = TokenSelection(everyones.bool(), None)  # type: ignore[arg-type]  # objectives are not checked for None yet
     chosen = declared.load_choice()(step, settings.correction) if len(everyones) else nothing
     of_place = dict(zip((line.place for line in lines), chosen.tokens.split(list(step.lengths)), strict=True))
     facts = SelectionFacts(int(chosen.tokens.sum()), len(everyones), chosen.threshold, chosen.num_candidates)
     factors = _with_choice(batches, counted.factors, _masks(batches, of_place, group), declared)
     rows = counted.table.rows.clone()
-    kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch, settings.policy)]
+    kept = [
+        n
+        for batch, own in zip(batches, factors, strict=True)
+        for n in own.kept_per_sample(batch, settings.objective_tokens)
+    ]
     mine = [n for n, place in zip(kept, places_of(batches, group), strict=True) if is_brought(place, group)]
     rows[:, KEPT] = torch.tensor(mine, dtype=torch.int64)
     return CountedStep(replace(counted.table, rows=rows, selection=facts), factors)

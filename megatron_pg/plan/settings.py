@@ -8,7 +8,7 @@ import torch
 
 from megatron_pg.declarations.aggregations import STEP_MEANS
 from megatron_pg.declarations.corrections import CORRECTIONS
-from megatron_pg.declarations.loss_terms import AS_POLICY, SHORTHANDS
+from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, SHORTHANDS
 from megatron_pg.flags.facts import Facts
 from megatron_pg.kernels import LossTerms
 from megatron_pg.kernels.device import chosen
@@ -36,7 +36,6 @@ class LossSettings:
     correction: Correction = NO_CORRECTION
     seed: int = 0  # of a correction's draws
     denominator: str = "scheduled"  # what the policy term's denominators count
-    has_policy: bool = True  # whether the objective is in the loss
     terms_of_samples: frozenset[str] = frozenset({POLICY})  # that samples may name, those of weight 0 too
     sampling_mask_missing: str = "error"  # what a trained token outside its sample's sampling mask is
     temperature: float
@@ -67,7 +66,8 @@ class LossSettings:
         terms = LossTerms(
             objective=custom_objective_of(args) if own else objective_of(args.pg_objective, **facts.objective_numbers),
             **opsm,
-            further=facts.terms,
+            further=facts.further,
+            has_objective=facts.has_objective,
             grad_divisor=args.pg_grad_divisor,
             sampling_mask_entropy=args.pg_sampling_mask_entropy,
         )
@@ -80,8 +80,7 @@ class LossSettings:
             correction=correction,
             seed=vars(args).get("seed") or 0,
             denominator=args.pg_denominator,
-            has_policy=facts.has_policy,
-            terms_of_samples=facts.own_tokens,
+            terms_of_samples=facts.terms_of_samples,
             sampling_mask_missing=args.pg_sampling_mask_missing,
             temperature=args.pg_temperature,
             vocab_size=args.pg_vocab_size,
@@ -108,40 +107,38 @@ class LossSettings:
         return f"{self.impl}, {path_on(device).text}"
 
     @property
-    def policy(self) -> tuple[str, ...]:
+    def objective_tokens(self) -> tuple[str, ...]:
         """The loss terms whose tokens the objective trains: its own, or none."""
-        return (POLICY,) if self.has_policy else ()
+        return (OBJECTIVE.tokens,) if self.terms.has_objective else ()
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The loss terms whose tokens are trained."""
-        return tuple(dict.fromkeys((*self.policy, *(term.tokens for term in self.terms.further))))
+        """The loss terms whose tokens are trained, the objective's first."""
+        return tuple(dict.fromkeys(term.tokens for term in self.terms.all))
 
     @property
     def over_sampling_mask(self) -> tuple[str, ...]:
         """The loss terms at whose tokens a term reads the policy that was sampled from, which is over a token's sampling mask."""
         keeps = self.terms.sampling_mask_entropy == "kept"
-        readers = [s.tokens for s in self.terms.further if s.is_over_sampling_mask or (keeps and s.kind == "entropy")]
-        return tuple(dict.fromkeys((*self.policy, *readers)))
+        readers = [t for t in self.terms.all if t.is_over_sampling_mask or (keeps and t.kind == "entropy")]
+        return tuple(dict.fromkeys(term.tokens for term in readers))
 
     @property
     def plan_rule(self) -> PlanRule:
         """What a step is planned for; for a custom reducer only N_r and T are counted."""
         step_mean = STEP_MEANS[self.per_token]  # what the per-token flag by itself means
-        reuses_policy_weights = self.reducer is None and self.denominator != "kept" and self.has_policy
-        same = [
-            s.tokens == POLICY and (s.aggregation, s.divisor) == (self.aggregation, self.divisor)
-            for s in self.terms.further
-        ]
+        shares_weights = self.reducer is None and self.denominator != "kept" and self.terms.has_objective
+        weights = OBJECTIVE.tokens, self.aggregation, self.divisor
         return PlanRule(
             aggregation=self.aggregation if self.reducer is None else step_mean,
             divisor=self.divisor,
             denominator=self.denominator,
-            policy=self.policy,
             over_sampling_mask=self.over_sampling_mask,
             terms=tuple(
-                replace(term, aggregation=AS_POLICY) if reuses_policy_weights and same else term
-                for term, same in zip(self.terms.further, same, strict=True)
+                replace(term, aggregation=AS_POLICY)
+                if shares_weights and (term.tokens, term.aggregation, term.divisor) == weights
+                else term
+                for term in self.terms.all
             ),
             depths=self.mtp_depths,
             depth_aggregation=self.aggregation if self.mtp_aggregation == "policy" else STEP_MEANS[True],

@@ -6,6 +6,7 @@ What a step counts, and from where: loss terms, units, facts of samples, depths 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, count
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import ContextRanks, PackedBatch
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
-from megatron_pg.declarations.loss_terms import AS_POLICY, LossTerm
+from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, LossTerm
 from megatron_pg.plan.facts import COLUMNS, ONE_PER_ROLLOUT, encode_facts
 from megatron_pg.rollouts.fields import POLICY, Id, is_number, plain
 from megatron_pg.rollouts.printable import shorten
@@ -35,9 +36,8 @@ class PlanRule:
     aggregation: str
     divisor: float | None = None  # L
     denominator: str = "scheduled"  # what denominators count; loss terms count trained tokens under `kept` too
-    policy: tuple[str, ...] = (POLICY,)  # the loss term whose tokens the objective trains; empty: there is no objective
     over_sampling_mask: tuple[str, ...] = (POLICY,)  # the loss terms at whose tokens a sampling mask is read
-    terms: tuple[LossTerm, ...] = ()
+    terms: tuple[LossTerm, ...] = (OBJECTIVE,)  # the objective first, unless it is dropped
     undivided: tuple[str, ...] = ()  # kinds of units ("rollout_id", "prompt_id") that may not lie on two ranks
     numbers_may_repeat: bool = True  # a rank may have numbered its samples anew; False: one process has numbered all
     one_per_rollout: tuple[str, ...] = tuple(ONE_PER_ROLLOUT)  # fields with one value; of others the largest counts
@@ -50,24 +50,39 @@ class PlanRule:
         return self.denominator != "scheduled"
 
     @property
-    def own_tokens(self) -> tuple[str, ...]:
-        """The loss terms whose tokens are not the objective's."""
-        return tuple(dict.fromkeys(term.tokens for term in self.terms if term.tokens not in self.policy))
+    def has_objective(self) -> bool:
+        """Whether the objective is in the loss."""
+        return OBJECTIVE in self.terms
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The loss terms whose tokens are counted, the objective's first."""
+        return tuple(dict.fromkeys(term.tokens for term in self.terms))
+
+    @property
+    def columns(self) -> dict[str, int]:
+        """Each of `tokens` with its place in `counted`: the objective's is 0."""
+        return dict(zip(self.tokens, chain([0] * self.has_objective, count(2)), strict=False))
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Those of `tokens` that are not the objective's; each has its own column after the facts."""
+        return self.tokens[self.has_objective :]
 
     @property
     def width(self) -> int:
         """Columns of the table."""
-        return WIDTH + (len(self.own_tokens) + 1 if self.own_tokens else 0) + self.depths
+        return WIDTH + (len(self.others) + 1 if self.others else 0) + self.depths
 
     @property
-    def union(self) -> int:
-        """The column of the tokens that the objective or a loss term trains."""
-        return WIDTH + len(self.own_tokens) if self.own_tokens else TRAINED
+    def any_term(self) -> int:
+        """The column of the tokens that any loss term trains."""
+        return WIDTH + len(self.others) if self.others else TRAINED
 
     @property
     def counted(self) -> list[int]:
-        """[C] the columns of tokens that are counted by units: trained, kept, of each of `own_tokens`, of each depth."""
-        return [TRAINED, KEPT, *(column for column in range(WIDTH, self.width) if column != self.union)]
+        """[C] the columns of tokens that are counted by units: trained, kept, of each of `others`, of each depth."""
+        return [TRAINED, KEPT, *(column for column in range(WIDTH, self.width) if column != self.any_term)]
 
     @property
     def needs_prompt_ids(self) -> bool:
@@ -183,7 +198,7 @@ def local_table_of(
     prompt_ids: Sequence[Id | None] | None = _all_or_none("prompt_id", samples)
     if rule.needs_prompt_ids and prompt_ids is None:
         prompt_ids = [sample.prompt_id for sample in samples]  # names the sample that has none
-    rollout_ids, counts = _all_or_none("rollout_id", samples), _tokens_of(batches, rule.policy)
+    rollout_ids, counts = _all_or_none("rollout_id", samples), _tokens_of(batches, rule.tokens[: rule.has_objective])
     own = places_of(batches, group)
     kept = counts if kept_per_sample is None else torch.tensor(kept_per_sample, dtype=torch.int64)
     further, keys = _further_columns(batches, samples, rule, counts >= 0), torch.tensor(own, dtype=torch.int64)
@@ -255,11 +270,10 @@ def _further_columns(
     batches: Sequence[PackedBatch], samples: Sequence[Sample], rule: PlanRule, is_policys: Tensor
 ) -> Tensor:
     """[S, ...] int64: facts of the objective's samples, tokens of loss terms, tokens at depths."""
-    terms = (*rule.policy, *rule.own_tokens)
-    columns = [_tokens_of(batches, (term,)) for term in rule.own_tokens]
-    columns += [_tokens_of(batches, terms)] if columns else []
+    columns = [_tokens_of(batches, (name,)) for name in rule.others]
+    columns += [_tokens_of(batches, rule.tokens)] if columns else []
     for depth in range(1, rule.depths + 1):
-        counted = [n for batch in batches for n in batch.trained_at(depth, *terms)]
+        counted = [n for batch in batches for n in batch.trained_at(depth, *rule.tokens)]
         columns.append(torch.tensor(counted, dtype=torch.int64))
     return torch.cat([encode_facts(samples) * is_policys[:, None], *(column[:, None] for column in columns)], dim=1)
 

@@ -49,7 +49,7 @@ def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
     check_terms(batch.samples, settings)
     _check_fields(batch, settings)
     check_sampling_masks(batch.samples, settings)
-    members = [sample for sample in batch.samples if POLICY in settings.policy and sample.term == POLICY]
+    members = [sample for sample in batch.samples if sample.term in settings.objective_tokens]
     if settings.terms.objective.has_one_advantage_per_sequence:
         _check_advantages(members, settings.terms.objective.name)
     reducer = _whole(_reducer_weights(members, settings), batch, members)
@@ -174,7 +174,7 @@ def token_weights(
         factors: `token_factors` of the micro-batch.
         settings: the loss settings.
     """
-    policy = batch.mask_of(*settings.policy)
+    policy = batch.mask_of(*settings.objective_tokens)
     if factors.reducer is None:
         weights = policy / _per_token(batch, plan.denominators, first_sample)
     else:
@@ -182,8 +182,8 @@ def token_weights(
     found = {"weights": weights}
     if factors.corrections is not None:
         found["corrections"] = factors.corrections
-    if settings.trained != settings.policy:
-        found |= {"mask": batch.mask_of(*settings.trained), "policy_mask": policy}
+    if settings.trained != settings.objective_tokens:
+        found |= {"mask": batch.mask_of(*settings.trained), f"{POLICY}.mask": policy}
     if any(sample.sampling_mask is not None for sample in batch.samples):
         found["sampling_mask"] = batch.mask_of(*settings.over_sampling_mask)
     if settings.terms.reads_topk:
@@ -196,7 +196,7 @@ def token_weights(
         ):  # a micro-batch without a token that reads it is one of the same loss
             found[name] = batch.response_values(name)
     for term in settings.terms.further:
-        if term.tokens not in settings.policy:
+        if term.tokens not in settings.objective_tokens:
             found[f"{term.name}.mask"] = batch.mask_of(term.tokens)
         if (denominators := plan.terms[term.name].denominators) is not None:
             found[f"{term.name}.weights"] = batch.mask_of(term.tokens) / _per_token(batch, denominators, first_sample)

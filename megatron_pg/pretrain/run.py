@@ -69,9 +69,8 @@ def pretrain(
     """`megatron.training.pretrain` on the policy-gradient loss.
 
     Args:
-        train_valid_test_dataset_provider: Megatron's, with `is_distributed = True`; its iterators yield
-            `PackedBatch`es on every rank (`--dataloader-type external`). Under `--docs-per-step` its first result is
-            `Documents`.
+        train_valid_test_dataset_provider: Megatron's, with `is_distributed = True`; its iterators yield a `PackedBatch`
+            on every rank (`--dataloader-type external`). With `--docs-per-step` its first result is `Documents`.
         model_provider: Megatron's; returns a GPTModel or HybridModel.
         model_type: Megatron's ModelType.
         forward_step_func: must be None; it is at Megatron's position, so that a function given there is refused.
@@ -82,10 +81,8 @@ def pretrain(
         say: called on rank 0 with the effective objective and every console line; default: standard output.
         metrics_file: metrics.jsonl of the run, written by rank 0. A resumed run continues it; steps that are trained
             again move to `metrics.jsonl.1`. None: no such file.
-        routing_replay: makes a mixture of experts use the samples' `routed_experts` instead of its router's choice, as
-            `PolicyGradientStep` takes it. None: the router chooses.
-        dynamic_cp: every micro-batch has its own context-parallel ranks, as `cut_over_ranks` packs them; the same on
-            every rank.
+        routing_replay: replays the samples' `routed_experts` in a mixture of experts. None: the router chooses.
+        dynamic_cp: every micro-batch has its own context-parallel ranks (`cut_over_ranks`); the same on every rank.
         rest: further keywords of Megatron's `pretrain`.
 
     Raises:

@@ -1,6 +1,6 @@
 """A user's own reducer, with the four arguments that slime and miles give it.
 
-It is called on the CPU, once per micro-batch, with whole samples, whatever the context-parallel layout; context
+It is called on the CPU, once per micro-batch, with whole samples in any context-parallel layout; context
 parallelism then slices the weights like any other token field. It must be linear in the per-token loss, add up over
 samples, and not read masked slots: its token weights are its derivative, and the probe checks all of that on a tiny
 step before training starts.
@@ -36,8 +36,8 @@ def load_custom_reducer(path: str, *, calculate_per_token_loss: bool) -> CustomR
     weights = reducer_weights(reducer, *_TINY_STEP, calculate_per_token_loss=calculate_per_token_loss)
     if (weights < 0).any():
         warnings.warn(
-            f"custom reducer {path!r} gives a token the weight {float(weights.min()):.3g}, so a loss would be raised where it should "
-            "fall. Is its sign wrong? The schedule minimises.",
+            f"custom reducer {path!r} gives a token the weight {float(weights.min()):.3g}, so a loss would be raised "
+            "where it should fall. Is its sign wrong? The schedule minimises.",
             ArgumentWarning,
             stacklevel=2,
         )
@@ -84,8 +84,8 @@ def reducer_weights(
     scale = (weights * point).abs().sum().clamp(min=1e-300)
     if at_zero != 0 or (value - weights @ point).abs() > 1e-6 * scale:  # a float32 reducer is fine
         raise ValueError(
-            "the custom reducer is not linear in the per-token loss, so it has no token weights. Divide sums by counts that "
-            "do not depend on the loss."
+            "the custom reducer is not linear in the per-token loss, so it has no token weights. Divide sums by "
+            "counts that do not depend on the loss."
         )
     return weights
 
@@ -115,7 +115,7 @@ def _probe(reducer: CustomReducer, per_token: bool) -> str | None:
         return "has no gradient with respect to the per-token loss, so nothing would be trained"
     if not torch.allclose(whole, cut, rtol=1e-6, atol=0):
         return (
-            f"gives {whole.sum():.6g} in one micro-batch and {cut.sum():.6g} for the same data in three micro-batches; divide by "
-            "per-sample counts of the full sequence only"
+            f"gives {whole.sum():.6g} in one micro-batch and {cut.sum():.6g} for the same data in three "
+            "micro-batches; divide by per-sample counts of the full sequence only"
         )
     return None

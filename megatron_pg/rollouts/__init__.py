@@ -1,1 +1,1 @@
-"""Samples and the rollout file that holds them; `lines`, `fields` and `printable` need no torch."""
+"""Samples and the rollout file; `lines`, `fields` and `printable` need no torch."""

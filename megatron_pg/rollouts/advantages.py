@@ -23,7 +23,7 @@ class AdvantageRule:
 
 def _group_mean(rewards: list[float]) -> list[float]:
     if len(set(rewards)) == 1:
-        return [0.0] * len(rewards)  # exactly, whatever the mean rounds to
+        return [0.0] * len(rewards)  # exactly, also if the mean is rounded
     mean = math.fsum(rewards) / len(rewards)
     return [reward - mean for reward in rewards]
 
@@ -53,11 +53,11 @@ RULES = {
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """Advantages of the samples of a step; as text, what one wants to read of them."""
+    """Advantages of the samples of a step; its text is a summary."""
 
     values: list[float]  # [S] in the order of the rewards
     num_groups: int
-    num_zero_variance: int  # groups with equal rewards, which bring no gradient (except under `reward`)
+    num_zero_variance: int  # groups with equal rewards: no gradient, except under `reward`
 
     def __str__(self) -> str:
         share = self.num_zero_variance / max(self.num_groups, 1)
@@ -75,10 +75,9 @@ def group_advantages(
         max_rl      A = (R - mean)/mean, 0 where mean = 0  MaxRL, arXiv 2602.02710; rewards 0 or 1
         reward      A = R                                  REINFORCE
 
-    Mean and std are over the G rollouts of a group, each of which counts once, however many samples it has. GRPO's paper
-    does not say what its std divides by; G - 1 and 1e-6 are what miles takes. In a group whose rewards are all equal
-    every A is exactly 0, except under `reward`. Whole groups must be given: a rank that holds a part of a group would
-    compute another mean.
+    Mean and std are over the G rollouts of a group; a rollout counts once, also if it has several samples. GRPO's paper
+    does not define the divisor of its std; G - 1 and 1e-6 are from miles. If all rewards of a group are equal, every A
+    is exactly 0, except under `reward`. Groups must be whole: a part of a group has another mean.
 
     Args:
         rewards: [S] finite numbers, one for each sample; the same for all samples of a rollout.
@@ -87,8 +86,8 @@ def group_advantages(
         rollout_ids: [S] the rollout of each sample; without it every sample is its own rollout.
 
     Raises:
-        ValueError: lengths differ, a reward is not finite, samples of one rollout have different rewards, a group has one
-            rollout, or the rule is unknown or not defined for the rewards.
+        ValueError: lengths differ, a reward is not finite, samples of one rollout have different rewards, a group has
+            one rollout, or the rule is unknown or not defined for the rewards.
     """
     if rule not in RULES:
         raise ValueError(f"rule={shorten(rule)} is none of {', '.join(RULES)}, so no advantage is defined. Choose one.")
@@ -103,12 +102,12 @@ def group_advantages(
             )
         if groups.setdefault(prompt, {}).setdefault(rollout, float(reward)) != float(reward):
             raise ValueError(
-                f"rollout {shorten(rollout)} of prompt {shorten(prompt)} has samples with different rewards, so {rule} is not defined. "
-                "Give all its samples the rollout's reward."
+                f"rollout {shorten(rollout)} of prompt {shorten(prompt)} has samples with different rewards, so "
+                f"{rule} is not defined. Give all its samples the rollout's reward."
             )
-    found = {prompt: _of_group(rule, prompt, group) for prompt, group in groups.items()}
+    by_prompt = {prompt: _of_group(rule, prompt, group) for prompt, group in groups.items()}
     return Advantages(
-        values=[found[prompt][rollout] for prompt, rollout in zip(prompts, rollouts, strict=True)],
+        values=[by_prompt[prompt][rollout] for prompt, rollout in zip(prompts, rollouts, strict=True)],
         num_groups=len(groups),
         num_zero_variance=sum(len(set(group.values())) == 1 for group in groups.values()),
     )
@@ -119,11 +118,13 @@ def _of_group(rule: str, prompt: Id, group: dict[Id, float]) -> dict[Id, float]:
     rewards = list(group.values())
     if RULES[rule].is_relative and len(group) < 2:
         raise ValueError(
-            f"prompt {shorten(prompt)} has one rollout, so {rule} would be 0. Sample more rollouts of it, or use reward."
+            f"prompt {shorten(prompt)} has one rollout, so {rule} would be 0. Sample more rollouts of it, or use "
+            "reward."
         )
     if RULES[rule].is_binary and (graded := [reward for reward in rewards if reward not in (0.0, 1.0)]):
         raise ValueError(
-            f"prompt {shorten(prompt)} has the reward {graded[0]:g}, and {rule} is defined for rewards of 0 and 1. Choose another rule."
+            f"prompt {shorten(prompt)} has the reward {graded[0]:g}, and {rule} is defined for rewards of 0 and 1. "
+            "Choose another rule."
         )
     try:
         advantages = RULES[rule].of_group(rewards)
@@ -135,14 +136,14 @@ def _of_group(rule: str, prompt: Id, group: dict[Id, float]) -> dict[Id, float]:
 
 
 def _ids(name: str, ids: Sequence[Any], size: int) -> list[Id]:
-    found = [plain(value) for value in ids]
-    if len(found) != size:
+    plain_ids = [plain(value) for value in ids]
+    if len(plain_ids) != size:
         raise ValueError(
-            f"{name} has {len(found)} entries for {size} rewards, so groups cannot be told apart. Give one each."
+            f"{name} has {len(plain_ids)} entries for {size} rewards, so groups are unknown. Give one for each reward."
         )
-    for i, value in enumerate(found):
+    for i, value in enumerate(plain_ids):
         if not is_id(value):
             raise ValueError(
                 f"{name}[{i}]={shorten(value)} is neither an integer nor a printable string. Give every sample an id."
             )
-    return found
+    return plain_ids

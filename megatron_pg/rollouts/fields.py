@@ -8,21 +8,21 @@ from typing import Any
 
 Id = int | str
 
-POLICY = "rl"  # the loss term of a sample's tokens where it names none: that of the objective
+POLICY = "rl"  # the objective, the loss term of samples that name none
 _TERM = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field: what its JSON value may be, whether every line has it, and how it is laid out."""
+    """One field: its JSON type, whether every line has it, and its layout."""
 
     accepts: Callable[[Any], bool]
-    is_required: bool = True  # where its loss term is that of the objective
-    is_of_policy: bool = False  # required there only
-    since: int = 1  # the version of the format that has it
+    is_required: bool = True  # in samples of the objective
+    is_of_policy: bool = False  # not required in samples of other loss terms
+    since: int = 1  # first version of the format with it
     is_per_token: bool = False  # a list with one entry per response token
     is_logprob: bool = False  # in nats, at most 0
-    is_origin: bool = False  # says where the sample's log-probabilities come from
+    is_origin: bool = False  # of the sample's log-probabilities
 
 
 def plain(value: Any) -> Any:
@@ -34,12 +34,12 @@ def plain(value: Any) -> Any:
 
 
 def is_int(value: Any) -> bool:
-    """Whether it is an integer, and no truth value."""
+    """Whether it is an integer and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number that a float64 can hold."""
+    """Whether it is a number in the range of float64, and not a bool."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return abs(value) <= sys.float_info.max  # an integer may be larger than any float
@@ -58,17 +58,17 @@ def is_environment(value: Any) -> bool:
 
 
 def is_term(value: Any) -> bool:
-    """Whether it can name a loss term: a word that flags and metrics can hold."""
+    """Whether it can name a loss term: a word that is valid in flags and metrics."""
     return isinstance(value, str) and _TERM.fullmatch(value) is not None
 
 
 def _are_masks(value: Any) -> bool:
-    """Whether it is lists of numbers by the names of loss terms."""
+    """Whether it maps names of loss terms to lists of numbers."""
     return isinstance(value, dict) and all(is_term(name) and _are_numbers(mask) for name, mask in value.items())
 
 
 def _are_tokens(value: Any) -> bool:
-    """Whether it is a list of token ids. Lists are long: here and below every item is looked at without a call of ours."""
+    """Whether it is a list of token ids. Lists are long: built-in functions check their items here and below."""
     return _holds(value, {int}) and (not value or (min(value) >= 0 and max(value) < 2**31))
 
 
@@ -77,7 +77,7 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _are_token_sets(value: Any) -> bool:
-    """Whether it is ids and log-probabilities, a list of each per token; `Sample` looks at their shape and range."""
+    """Whether it is ids and log-probabilities, a list of each per token; `Sample` checks shape and range."""
     if not (
         isinstance(value, dict)
         and set(value) == {"ids", "logprobs"}
@@ -88,21 +88,21 @@ def _are_token_sets(value: Any) -> bool:
 
 
 def _are_states(value: Any) -> bool:
-    """Whether it is a width and a text; `Sample` looks at what they say."""
+    """Whether it is a width and a text; `Sample` checks their content."""
     if not isinstance(value, dict) or len(value) != 2 or not is_int(value.get("width")):
         return False
     return all(isinstance(value.get(name), str) for name in value if name != "width")
 
 
 def _is_sampling_mask(value: Any) -> bool:
-    """Whether it is two lists of integers; `Sample` looks at what they say."""
+    """Whether it is two lists of integers; `Sample` checks their content."""
     return (
         isinstance(value, dict) and set(value) == {"ids", "offsets"} and all(_holds(v, {int}) for v in value.values())
     )
 
 
 def _are_experts(value: Any) -> bool:
-    """Whether it is a list per token, of lists per layer, of integers; `Sample` looks at their shape and range."""
+    """Whether it is a list per token, of lists per layer, of integers; `Sample` checks shape and range."""
     return isinstance(value, list) and all(
         isinstance(token, list) and all(_holds(layer, {int}) for layer in token) for token in value
     )

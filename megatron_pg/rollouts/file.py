@@ -34,16 +34,16 @@ def read_rollouts(path: str | Path) -> list[Sample]:
     """Read and check a whole rollout file before anything is trained.
 
     Raises:
-        RolloutFileError: with file and line, for whatever does not follow docs/rollout_file.md.
+        RolloutFileError: with file and line, if the file does not follow docs/rollout_file.md.
     """
     return list(iterate_rollouts(path))
 
 
 def iterate_rollouts(path: str | Path, *, update: Callable[[int], None] | None = None) -> Iterator[Sample]:
-    """The samples of a rollout file one by one, each checked; `update` is told how many bytes are read.
+    """The samples of a rollout file one by one, each checked; `update` receives the number of bytes read.
 
     Raises:
-        RolloutFileError: as `read_rollouts`, when the reading comes to it.
+        RolloutFileError: as `read_rollouts`, when the line is reached.
     """
     path, is_empty = Path(path), True
     shown = printable(str(path), limit=None)
@@ -56,7 +56,7 @@ def iterate_rollouts(path: str | Path, *, update: Callable[[int], None] | None =
         is_empty = False
     if is_empty:
         raise RolloutFileError(
-            f"{shown}: holds no sample, so there is nothing to train. Check that it was written whole."
+            f"{shown}: contains no sample, so there is nothing to train. Check that it was written completely."
         )
 
 
@@ -66,8 +66,8 @@ class RolloutWriter:
     A process that is killed leaves whole lines; the kernel may cut the very last one, which then has no line end.
 
     Args:
-        path: the file. Ranks write files of their own: two writers of one file would mix their lines.
-        if_exists: what to do with a file that holds something: `refuse`, `append` to its samples, or `replace` them.
+        path: the file. Each rank writes its own: two writers of one file would mix their lines.
+        if_exists: what to do with a file that is not empty: `refuse`, `append` to its samples, or `replace` them.
         version: of the format: 2 for samples with further masks, a teacher or entropies, 3 for samples with a loss term
             or a sampling mask. A file that is appended to keeps its version.
 
@@ -85,22 +85,23 @@ class RolloutWriter:
         if if_exists not in ("refuse", "append", "replace"):
             raise ValueError(f"if_exists={shorten(if_exists)} is none of refuse, append and replace. Choose one.")
         try:
-            goes_on = if_exists != "replace" and path.exists() and path.stat().st_size > 0
-            if goes_on:
-                self._version = _check_goes_on(path, if_exists)
+            appends = if_exists != "replace" and path.exists() and path.stat().st_size > 0
+            if appends:
+                self._version = _check_appendable(path, if_exists)
             self._file = path.open("wb" if if_exists == "replace" else "ab", buffering=0)
         except RolloutFileError:
             raise
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             reason = getattr(error, "strerror", None) or error
             raise RolloutWriteError(
-                f"{printable(str(path), limit=None)}: cannot be opened for writing ({reason}), so no sample is in it. Give another path."
+                f"{printable(str(path), limit=None)}: cannot be opened for writing ({reason}), so no sample is in it. "
+                "Give another path."
             ) from error
-        if not goes_on:
+        if not appends:
             self._put([_encoded({"format": FORMAT, "version": version})])
 
     def write(self, samples: Sequence[Sample]) -> None:
-        """Append samples, all or none; `step`, `prompt_id`, `rollout_id` and, for the objective, `reward` must be set."""
+        """Append samples, all or none. They need `step`, `prompt_id`, `rollout_id` and, for the objective, `reward`."""
         self._put([_encoded_sample(sample, self._version) for sample in samples])
 
     def close(self) -> None:
@@ -118,19 +119,19 @@ class RolloutWriter:
             append_whole(self._file, b"".join(lines))
         except OSError as error:
             raise RolloutWriteError(
-                f"{printable(self._file.name, limit=None)}: cannot be written ({error.strerror}), so none of these {len(lines)} lines is in "
-                "it; the earlier ones are. Make room."
+                f"{printable(self._file.name, limit=None)}: cannot be written ({error.strerror}), so none of these "
+                f"{len(lines)} lines is in it; the earlier ones are. Make room."
             ) from error
 
 
 def version_of(samples: Sequence[Sample]) -> int:
-    """The first version of the format that has all their fields."""
+    """The first version of the format with all their fields."""
     later = [(each.since, name) for name, each in FIELDS.items() if each.since > VERSIONS[0]]
     return max((since for since, name in later if any(_has(each, name) for each in samples)), default=VERSIONS[0])
 
 
 def lower_version(path: str | Path, version: int) -> None:
-    """Write an older version into the header of a complete file whose samples need no newer one.
+    """Write an older version into the header of a complete file whose samples do not need a newer one.
 
     Spaces keep the length of the header, so the samples stay where they are.
     """
@@ -141,31 +142,33 @@ def lower_version(path: str | Path, version: int) -> None:
 
 
 def _has(sample: Sample, name: str) -> bool:
-    """Whether the line of a sample has a field that not every line has."""
+    """Whether the line of a sample has an optional field."""
     if name == "term":
         return sample.term != POLICY
     return bool(sample.masks) if name == "masks" else getattr(sample, name) is not None
 
 
-def _check_goes_on(path: Path, if_exists: str) -> int:
-    """The version of a file of samples; refused unless it is whole and shall be appended to."""
+def _check_appendable(path: Path, if_exists: str) -> int:
+    """The version of a file to append to; refused if it is not complete, or not to be appended to."""
     shown = printable(str(path), limit=None)
     if if_exists == "refuse":
         raise RolloutFileError(
-            f"{shown}: exists already and is kept. Give another path, or RolloutWriter(…, if_exists='append') or 'replace'."
+            f"{shown}: exists already and is kept. Give another path, or RolloutWriter(…, if_exists='append') or "
+            "'replace'."
         )
     version = check_header(parse_line(next(raw_lines(path)), f"{shown}:1"), shown)
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         if file.read() != b"\n":
             raise RolloutFileError(
-                f"{shown}: its last line has no end, so its writer was killed and the next line would be lost. Delete that line."
+                f"{shown}: its last line has no end, so its writer was killed and the next line would be lost. Delete "
+                "that line."
             )
     return version
 
 
 def sample_of(record: dict, sample_id: str) -> Sample:
-    """The sample of one line's object, checked; a ValueError says what is wrong with it."""
+    """The sample of one line's object, checked; a ValueError describes what is wrong."""
     required = REQUIRED if record.get("term", POLICY) == POLICY else REQUIRED_OF_ALL
     if missing := [name for name in required if name not in record]:
         raise ValueError(
@@ -187,19 +190,20 @@ def _encoded_sample(sample: Sample, version: int) -> bytes:
     record = _record_of(sample)
     if newer := [name for name in record if name in FIELDS and FIELDS[name].since > version]:
         raise ValueError(
-            f"sample {sample.sample_id} has {newer[0]}, which version {version} of the file does not have, so it could not be read. Open "
-            f"it with RolloutWriter(…, version={FIELDS[newer[0]].since})."
+            f"sample {sample.sample_id} has {newer[0]}, which version {version} of the file does not have, so it "
+            f"could not be read. Open it with RolloutWriter(…, version={FIELDS[newer[0]].since})."
         )
     try:
         line = _encoded(record)
-    except (TypeError, ValueError, RecursionError) as error:  # of extra: the rest has been checked
+    except (TypeError, ValueError, RecursionError) as error:  # of extra: the other fields have been checked
         raise ValueError(
-            f"extra of sample {sample.sample_id} holds what JSON cannot ({printable(str(error))}). Give plain values."
+            f"extra of sample {sample.sample_id} has a value that JSON cannot contain ({printable(str(error))}). Give "
+            "plain values."
         ) from error
     if len(line) > lines.MAX_LINE_BYTES:
         raise ValueError(
-            f"sample {sample.sample_id} would be a line of {len(line)} bytes, and no reader takes more than {lines.MAX_LINE_BYTES}. Give hidden "
-            "states in bfloat16, or cut the sample."
+            f"sample {sample.sample_id} would be a line of {len(line)} bytes, and no reader takes more than "
+            f"{lines.MAX_LINE_BYTES}. Give hidden states in bfloat16, or cut the sample."
         )
     return line
 
@@ -213,11 +217,12 @@ def _record_of(sample: Sample) -> dict[str, Any]:
         )
     if bad := [name for name in sample.extra if not str(name).startswith("x_")]:
         raise ValueError(
-            f"extra field {shorten(bad[0])} of sample {sample.sample_id} does not begin with x_, so it could not be read. Rename it."
+            f"extra field {shorten(bad[0])} of sample {sample.sample_id} does not begin with x_, so it could not be "
+            "read. Rename it."
         )
     if sample.reward is not None and not math.isfinite(sample.reward):
         raise ValueError(
-            f"reward of sample {sample.sample_id} is {sample.reward}, which JSON cannot hold. Give a number."
+            f"reward of sample {sample.sample_id} is {sample.reward}, which JSON cannot contain. Give a number."
         )
     values = {name: getattr(sample, _ATTRIBUTES.get(name, name)) for name in FIELDS}
     record = {name: _json_of(name, value) for name, value in values.items() if value is not None}
@@ -247,5 +252,5 @@ def _encoded(record: dict[str, object]) -> bytes:
 
 
 def _finite(values: Tensor) -> list[float]:
-    """Only masked tokens can hold values that are not finite, and nobody reads those: they are written as 0."""
+    """Only masked tokens can have values that are not finite, and nothing reads them: they are written as 0."""
     return torch.where(torch.isfinite(values), values, 0.0).tolist()

@@ -14,7 +14,7 @@ from megatron_pg.rollouts.printable import printable, shorten
 
 FORMAT = "megatron_pg.rollouts"
 VERSIONS = (1, 2, 3)  # 2: with masks, teachers and entropies; 3: loss terms and sampling masks under these names
-MAX_LINE_BYTES = 256 * 2**20  # several million tokens; a longer line is no sample
+MAX_LINE_BYTES = 256 * 2**20  # several million tokens; a longer line is not a sample
 
 
 class RolloutFileError(ValueError):
@@ -26,9 +26,9 @@ class RolloutWriteError(RolloutFileError):
 
 
 def read_records(path: str | Path, *, update: Callable[[int], None] | None = None) -> Iterator[tuple[int, dict]]:
-    """Line number and object of every sample; the header is checked, and that its version has the fields.
+    """Line number and object of every sample. The header is checked, and that its version has the fields.
 
-    `update` is told how many bytes are read.
+    `update` receives the number of bytes read.
 
     Raises:
         RolloutFileError: the file cannot be read, or a line is not one JSON object.
@@ -41,7 +41,8 @@ def read_records(path: str | Path, *, update: Callable[[int], None] | None = Non
             continue
         if newer := sorted(_since(version).intersection(record)):
             raise RolloutFileError(
-                f"{shown}:{number}: field {newer[0]!r} is of version {FIELDS[newer[0]].since} and the header says {version}, so its "
+                f"{shown}:{number}: field {newer[0]!r} is of version {FIELDS[newer[0]].since} and the header says "
+                f"{version}, so its "
                 f'writer may have meant something else. Write "version": {FIELDS[newer[0]].since} into the first line.'
             )
         yield number, _renamed(record) if version == 2 else record
@@ -54,14 +55,14 @@ def _renamed(record: dict) -> dict:
 
 @functools.cache
 def _since(version: int) -> frozenset[str]:
-    """The fields that a version does not have yet."""
+    """The fields of later versions."""
     return frozenset(name for name, each in FIELDS.items() if each.since > version)
 
 
 def raw_lines(
     path: str | Path, *, update: Callable[[int], None] | None = None, opener: Callable[..., Any] = open
 ) -> Iterator[bytes]:
-    """The lines of a file, of which one that is too long is cut behind MAX_LINE_BYTES; `opener` opens it as `open` does.
+    """The lines of a file, cut after MAX_LINE_BYTES + 1 bytes; `opener` has the interface of `open`.
 
     Raises:
         RolloutFileError: the file cannot be read.
@@ -86,7 +87,7 @@ def parse_line(line: bytes, where: str) -> dict:
     """The object of one line; `where` is how messages name it."""
     if len(line) > MAX_LINE_BYTES:
         raise RolloutFileError(
-            f"{where}: line is longer than {MAX_LINE_BYTES} bytes, so it is no sample of this format."
+            f"{where}: line is longer than {MAX_LINE_BYTES} bytes, so it is not a sample of this format."
         )
     try:
         record = json.loads(line.decode("utf-8"), object_pairs_hook=unique_keys, parse_constant=_refuse_constant)
@@ -105,7 +106,7 @@ def parse_line(line: bytes, where: str) -> dict:
 
 
 def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The object of a JSON text, of which no field is given twice."""
+    """The object of a JSON text without duplicate fields."""
     record = dict(pairs)
     if len(record) != len(pairs):
         counts = Counter(name for name, _ in pairs)
@@ -118,12 +119,12 @@ def _refuse_constant(name: str) -> float:
 
 
 def check_header(record: dict, shown: str) -> int:
-    """The version that a file's first line says, refused where it is of another format; `shown` names the file."""
+    """The version in a file's first line, which must have our format; `shown` is the name of the file."""
     if record.get("format") != FORMAT or record.get("version") not in VERSIONS:
-        later = ", ".join(map(str, VERSIONS[1:]))
+        later, given = ", ".join(map(str, VERSIONS[1:])), [shorten(record.get(name)) for name in ("format", "version")]
         raise RolloutFileError(
-            f"{shown}:1: header has format {shorten(record.get('format'))}, version {shorten(record.get('version'))}, so the "
-            f'fields below cannot be trusted. The first line must be {{"format": "{FORMAT}", "version": {VERSIONS[0]}}} (or {later}).'
+            f"{shown}:1: header has format {given[0]}, version {given[1]}, so the fields below cannot be trusted. The "
+            f'first line must be {{"format": "{FORMAT}", "version": {VERSIONS[0]}}} (or {later}).'
         )
     if unknown := [name for name in record if name not in ("format", "version") and not name.startswith("x_")]:
         raise RolloutFileError(f"{shown}:1: unknown header field {shorten(unknown[0])}; your own fields begin with x_")

@@ -15,13 +15,13 @@ def printable(text: str, *, limit: int | None = _LONGEST) -> str:
 def shorten(value: object) -> str:
     """A value as messages show it."""
     try:
-        return printable(_begin(value).replace("\n", ""))  # a tensor's text has several lines
+        return printable(_start(value).replace("\n", ""))  # a tensor's text has several lines
     except Exception:  # an integer of too many digits, a user's class
         return f"a {type(value).__name__} without a text"
 
 
-def _begin(value: object) -> str:
-    """The begin of a value's text, as much as is shown: the whole text of a list that holds itself twice has no end."""
+def _start(value: object) -> str:
+    """The first characters of a value's text, as many as are shown: a list that contains itself has an endless text."""
     text = ""
     for piece in _pieces(value):
         text += piece

@@ -58,8 +58,7 @@ _PLAIN_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 class Sample:
     """One training sequence, whole, on the CPU. Response-aligned fields have one entry per response token (R).
 
-    Values at masked tokens may be anything, NaN included: they are selected away. At trained tokens they must be
-    finite.
+    Values at masked tokens are arbitrary, NaN included: they are selected away. At trained tokens they must be finite.
 
     Raises:
         ValueError: shapes, dtypes or lengths disagree, the mask is not 0/1, or a trained token has a value that is
@@ -67,36 +66,32 @@ class Sample:
     """
 
     tokens: Tensor  # [n] int64, prompt then response
-    loss_mask: Tensor  # [R] bool, True where the token is trained by the sample's loss term
+    loss_mask: Tensor  # [R] bool, the tokens that the sample's loss term trains
     old_logprobs: Tensor | None = None  # [R] float64, nats, of the sampling policy at the training temperature
     advantages: Tensor | None = (
         None  # [R] float64; it and old_logprobs may be None in a loss term that does not read them
     )
-    term: str = POLICY  # that of the objective, or one of `--pg-term`
+    term: str = POLICY  # the objective, or the name of a `--pg-term`
     masks: Mapping[str, Tensor] = field(default_factory=dict)  # [R] bool, tokens that further loss terms train
-    sample_id: str = "?"  # what error messages call it
+    sample_id: str = "?"  # its name in error messages
     prompt_id: Id | None = None  # samples of one prompt share it
     rollout_id: Id | None = None  # samples of one trajectory share it
     rollout_logprobs: Tensor | None = None  # [R] float64, nats, as the rollout engine reported them
     ref_logprobs: Tensor | None = None  # [R] float64, nats, of the reference policy
     teacher_logprobs: Tensor | None = None  # [R] float64, nats, of the teacher
     old_entropies: Tensor | None = None  # [R] float64, nats, of the sampling policy's distribution of each token
-    teacher_topk: TokenSets | None = None  # the teacher's likeliest tokens in the place of each response token
-    teacher_hidden: Tensor | None = (
-        None  # [R, H_T] bfloat16 or float32, the teacher's states that predict the response tokens, behind its last norm
-    )
+    teacher_topk: TokenSets | None = None  # the teacher's top-k tokens at each response token
+    teacher_hidden: Tensor | None = None  # [R, H_T] bfloat16 or float32, after the teacher's last norm
     sampling_mask: RecordedMask | None = None  # what the rollout engine could have sampled; None: the whole vocabulary
-    rollout_topk: TokenSets | None = None  # the engine's likeliest, which only `megatron-pg mismatch` reads
-    routed_experts: Tensor | None = (
-        None  # [n - 1, layers, topk] int32: the engine's experts of every token but the last
-    )
+    rollout_topk: TokenSets | None = None  # the engine's top-k tokens; only `megatron-pg mismatch` reads them
+    routed_experts: Tensor | None = None  # [n - 1, layers, topk] int32, the engine's, of all tokens but the last
     step: int | None = None  # optimizer step that it belongs to
-    reward: float | None = None  # of its rollout: samples of one trajectory have the same, or only one of them has it
+    reward: float | None = None  # of its rollout; equal in all samples of a trajectory that have one
     truncated: bool | None = None  # the response ended at a length limit; None: not known
-    environment: str | None = None  # of its rollout, whose metrics are also reported for each environment
-    weight_version: int | None = None  # optimizer steps behind the weights that the rollout engine sampled with
+    environment: str | None = None  # of its rollout; metrics are also reported by environment
+    weight_version: int | None = None  # optimizer steps that the rollout engine's weights had seen
     worker: Id | None = None  # the rollout engine that sampled it
-    data_parallel_rank: int | None = None  # of the trainer, that computed old_logprobs
+    data_parallel_rank: int | None = None  # of the trainer that computed old_logprobs
     extra: dict[str, object] = field(default_factory=dict)  # the user's own x_ fields
 
     def __post_init__(self):
@@ -159,9 +154,9 @@ class Sample:
         for name, mask in self.masks.items():
             if not is_term(name) or name in (POLICY, self.term):
                 raise ValueError(
-                    f"masks of sample {label} contain {shorten(name)}, which is not a further loss term: the tokens of its "
-                    f"own loss term, {self.term}, are in loss_mask, and those of the objective belong to samples of the "
-                    f"loss term {POLICY}. Rename it."
+                    f"masks of sample {label} contain {shorten(name)}, which is not a further loss term: the tokens "
+                    f"of its own loss term, {self.term}, are in loss_mask, and those of the objective belong to "
+                    f"samples of the loss term {POLICY}. Rename it."
                 )
             if not is_plain(mask, 1, torch.bool) or len(mask) != size:
                 raise ValueError(
@@ -187,13 +182,13 @@ class Sample:
             response_length: R, the number of response tokens.
             loss_mask: R entries, 0 or 1, or truth values.
             old_logprobs: R log-probabilities in nats.
-            advantage: one number for the whole response, or R numbers. It and `old_logprobs` may be left out in a loss term that
-                does not read them.
-            rest: any other field of `Sample`; log-probabilities and `old_entropies` as `old_logprobs`, masks as `loss_mask`,
-                `routed_experts` as nested lists or an array of integers, `teacher_topk` and `rollout_topk` as a dict of `ids` and
-                `logprobs`, each a list per response token of lists, or an array [R, K]; `teacher_hidden` as a tensor or array
-                [R, H_T], kept in bfloat16 if it is in it, else in float32; `sampling_mask` as a list of ids per response token, or a
-                dict of `ids` and `offsets`.
+            advantage: one number for the whole response, or R numbers. It and `old_logprobs` are optional for loss
+                terms that do not read them.
+            rest: any other field of `Sample`. Log-probabilities and `old_entropies` are given as `old_logprobs`, masks
+                as `loss_mask`, `routed_experts` as nested lists or an array of integers. `teacher_topk` and
+                `rollout_topk` are a dict of `ids` and `logprobs`, each a list per response token of lists, or an array
+                [R, K]. `teacher_hidden` is a tensor or array [R, H_T], kept in bfloat16 or else converted to float32.
+                `sampling_mask` is a list of ids per response token, or a dict of `ids` and `offsets`.
 
         Raises:
             ValueError: a value has no meaning as its field, or `Sample` refuses it.
@@ -203,8 +198,8 @@ class Sample:
         label = rest["sample_id"] = _label(next((name for name in names if name is not None), "?"))
         if not is_int(length := plain(response_length)) or abs(length) >= 2**62:
             raise ValueError(
-                f"response_length={shorten(length)} of sample {label} is no length, so prompt and response cannot be told apart. "
-                "Give the number of response tokens."
+                f"response_length={shorten(length)} of sample {label} is not a length, so prompt and response "
+                "cannot be separated. Give the number of response tokens."
             )
         mask = _mask("loss_mask", loss_mask, length, label)
         number = plain(advantage)
@@ -249,7 +244,7 @@ class Sample:
 
 
 def _check_names(given: Mapping[str, Any]) -> None:
-    """Refuse what is no field of a sample."""
+    """Refuse arguments that are not fields of a sample."""
     names = ("advantage", *Sample.__dataclass_fields__.keys() - {"advantages"})
     for name in given.keys() - set(names):
         close = difflib.get_close_matches(name, names, n=1)
@@ -261,8 +256,8 @@ def check_lengths(total_length: int, response_length: int) -> None:
     """Refuse a sample without a prompt token (its first response token has no logits) or without a response token."""
     if response_length < 1:
         raise ValueError(
-            f"response_length={response_length} of a sample of {total_length} tokens, so it has no response token to train. "
-            "Drop the sample before the step is planned."
+            f"response_length={response_length} of a sample of {total_length} tokens, so it has no response token to "
+            "train. Drop the sample before the step is planned."
         )
     if total_length <= response_length:
         raise ValueError(
@@ -272,7 +267,7 @@ def check_lengths(total_length: int, response_length: int) -> None:
 
 
 def _label(name: Any) -> str:
-    """What messages call a sample."""
+    """The name of a sample in messages."""
     name = plain(name)
     return printable(name) if isinstance(name, str) else shorten(name)
 
@@ -327,8 +322,8 @@ def _mask(name: str, values: Any, length: int, label: str) -> Tensor:
 
 def _length_message(name: str, length: int, response_length: int, label: object) -> str:
     return (
-        f"{name} of sample {label} has {length} entries for {response_length} response tokens, so they would not align. "
-        "Give one per response token."
+        f"{name} of sample {label} has {length} entries for {response_length} response tokens, so they would not "
+        "align. Give one per response token."
     )
 
 
@@ -343,21 +338,21 @@ def _check_values(name: str, values: Any, mask: Tensor, label: str) -> None:
     if len(bad):
         position = int(bad[0])
         raise ValueError(
-            f"{name} of sample {label} is {float(values[position])} at response token {position}, which is trained, so the loss "
-            "would not be finite. Mask the token or repair the value."
+            f"{name} of sample {label} is {float(values[position])} at response token {position}, which is trained, "
+            "so the loss would not be finite. Mask the token or repair the value."
         )
     check_range(name, values[mask], label)
 
 
 def check_range(name: str, values: Tensor, label: str) -> None:
-    """Refuse values that are no log-probabilities, or no entropies; rounding may leave a little beyond 0."""
+    """Refuse values that are not log-probabilities or entropies, with a tolerance for rounding around 0."""
     if name == "old_entropies" and (values < -1e-3).any():
         raise ValueError(
-            f"old_entropies of sample {label} go down to {float(values.min()):g}, entropies are at least 0, so tokens would be chosen by "
-            "something else. Were log-probabilities or negative entropies given?"
+            f"old_entropies of sample {label} go down to {float(values.min()):g}, entropies are at least 0, so tokens "
+            "would be chosen by something else. Were log-probabilities or negative entropies given?"
         )
     if name in LOGPROBS and (values > 1e-3).any():
         raise ValueError(
-            f"{name} of sample {label} reach {float(values.max()):g}, log-probabilities are at most 0, so the ratio would be "
-            "wrong. Were probabilities or negative log-likelihoods given?"
+            f"{name} of sample {label} reach {float(values.max()):g}, log-probabilities are at most 0, so the ratio "
+            "would be wrong. Were probabilities or negative log-likelihoods given?"
         )

@@ -215,9 +215,10 @@ def check_vocabulary_of_sampling_masks(batches: Sequence[PackedBatch], model: An
         if (bad := mask & sampling_mask.any_of(sampling_mask.ids >= vocabulary)).any():
             k = int(bad.nonzero()[0])
             raise ScheduleError(
-                f"sampling_mask of sample {sample.sample_id} holds token id {int(sampling_mask.ids[sampling_mask.positions == k].max())} "
-                f"at response token {k}, the vocabulary has {vocabulary}, so the token would have no logit. Does the "
-                "engine sample padding columns, or was it given another tokenizer?"
+                f"sampling_mask of sample {sample.sample_id} holds token id "
+                f"{int(sampling_mask.ids[sampling_mask.positions == k].max())} at response token {k}, the vocabulary "
+                f"has {vocabulary}, so the token would have no logit. Does the engine sample padding columns, or was "
+                "it given another tokenizer?"
             )
 
 
@@ -272,13 +273,13 @@ def check_dynamic_cp(chunks: list[Any], settings: LossSettings, *, takes_documen
         "multi-latent attention, which Megatron refuses": getattr(config, "multi_latent_attention", False),
         "captured layers (--cuda-graph-impl), which keep one group": getattr(config, "cuda_graph_impl", None)
         not in (None, "none"),
-        "Transformer Engine with --context-parallel-size 1, for which Megatron makes no CUDA stream (use 2 or more)": any(
+        "Transformer Engine with --context-parallel-size 1, where Megatron makes no CUDA stream (use 2 or more)": any(
             getattr(core, "cp_stream", ...) is None for core in cores
         ),
     }
-    if found := [name for name, is_on in refused.items() if is_on]:
+    if names := [name for name, is_on in refused.items() if is_on]:
         raise ScheduleError(
-            f"dynamic_cp splits every micro-batch over its own ranks and cannot be combined with {found[0]}; remove one"
+            f"dynamic_cp splits every micro-batch over its own ranks and cannot be combined with {names[0]}; remove one"
         )
 
 

@@ -16,7 +16,7 @@ from megatron_pg.plan.errors import NonFiniteLossError, ScheduleError
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.step.loss import Diagnostics
 
-Found = Mapping[LocalBatch, Diagnostics]  # of this rank's micro-batches, in the order of their forwards
+DiagnosticsOfStep = Mapping[LocalBatch, Diagnostics]  # of this rank's micro-batches, in the order of their forwards
 _CHECKS = 7  # values before the metrics in what is gathered
 
 
@@ -61,14 +61,14 @@ def report_of(
 
 
 def gather_found(
-    found: Found, metrics: Reduction, *, reports: bool, data_rank: int = 0, returned: int = 0
+    diagnostics: DiagnosticsOfStep, metrics: Reduction, *, reports: bool, data_rank: int = 0, returned: int = 0
 ) -> StepFindings:
     """Every rank's partial results of the metrics: one all-gather, one host read.
 
     Every rank of the default group must call, before the optimizer moves.
 
     Args:
-        found: this rank's diagnostics; empty on pipeline stages without the loss.
+        diagnostics: this rank's diagnostics; empty on pipeline stages without the loss.
         metrics: the metrics.
         reports: whether this rank's sums count; the sums of a rank that holds copies do not.
         data_rank: this rank's number among those that contribute their own samples.
@@ -80,11 +80,13 @@ def gather_found(
     """
     device = device_of(None)
     counts = torch.tensor([returned, data_rank], dtype=torch.float64, device=device)
-    rows = all_gather_rows(torch.cat([_checks(found, device), counts, _partial(found, metrics, reports, device)]))
+    rows = all_gather_rows(
+        torch.cat([_checks(diagnostics, device), counts, _partial(diagnostics, metrics, reports, device)])
+    )
     checks = rows[:, :_CHECKS].tolist()
     _raise_changed(checks)
     _raise_bypassed(checks)
-    _raise_nonfinite(checks, found)
+    _raise_nonfinite(checks, diagnostics)
     return StepFindings(
         rows=rows[:, _CHECKS:], data_ranks=rows[:, _CHECKS - 1].long(), returned=round(sum(row[5] for row in checks))
     )
@@ -107,22 +109,22 @@ def before_finalize(config: Any, check: Callable[[], object]) -> Iterator[None]:
         config.finalize_model_grads_func = finalize
 
 
-def _checks(found: Found, device: torch.device) -> Tensor:
+def _checks(diagnostics: DiagnosticsOfStep, device: torch.device) -> Tensor:
     """[5]: non-finite losses of tokens, code of the first, other non-finite losses, changed outputs, bypassed heads."""
-    if not found:
+    if not diagnostics:
         return torch.tensor([0.0, torch.inf, 0.0, 0.0, 0.0], dtype=torch.float64, device=device)
-    bad = torch.stack([one.nonfinite for one in found.values()])  # [K, 3]
+    bad = torch.stack([one.nonfinite for one in diagnostics.values()])  # [K, 3]
     microbatch = torch.arange(len(bad), dtype=torch.float64, device=device)
-    counts = sum(one.is_changed for one in found.values()), sum(one.is_bypassed for one in found.values())
+    counts = sum(one.is_changed for one in diagnostics.values()), sum(one.is_bypassed for one in diagnostics.values())
     changed, bypassed = (torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts)
     # the code of a token is exact in float64: fewer than 2^21 micro-batches of fewer than 2^32 tokens
     return torch.stack([bad[:, 0].sum(), (bad[:, 1] + microbatch * 2.0**32).amin(), bad[:, 2].sum(), changed, bypassed])
 
 
-def _partial(found: Found, metrics: Reduction, reports: bool, device: torch.device) -> Tensor:
-    if not found or not reports:
+def _partial(diagnostics: DiagnosticsOfStep, metrics: Reduction, reports: bool, device: torch.device) -> Tensor:
+    if not diagnostics or not reports:
         return torch.tensor(metrics.identity(), dtype=torch.float64, device=device)
-    return metrics.combine(torch.stack([one.partial for one in found.values()]))
+    return metrics.combine(torch.stack([one.partial for one in diagnostics.values()]))
 
 
 def _raise_changed(checks: list[list[float]]) -> None:
@@ -143,7 +145,7 @@ def _raise_bypassed(checks: list[list[float]]) -> None:
         )
 
 
-def _raise_nonfinite(checks: list[list[float]], found: Found) -> None:
+def _raise_nonfinite(checks: list[list[float]], diagnostics: DiagnosticsOfStep) -> None:
     bad = [rank for rank, (count, *_) in enumerate(checks) if count > 0]
     further = [rank for rank, (_, _, count, *_) in enumerate(checks) if count > 0]
     if not bad and further:
@@ -156,7 +158,7 @@ def _raise_nonfinite(checks: list[list[float]], found: Found) -> None:
     where = ""
     if torch.distributed.get_rank() == bad[0]:
         microbatch, flat = divmod(int(checks[bad[0]][1]), 2**32)
-        where = list(found)[microbatch].locate(flat)
+        where = list(diagnostics)[microbatch].locate(flat)
     where = broadcast_text(where, bad[0])
     raise NonFiniteLossError(
         f"non-finite loss at rank {bad[0]}, {where} ({checks[bad[0]][0]:.0f} trained tokens on that rank, {len(bad)} "

@@ -155,7 +155,7 @@ class PolicyGradientStep:
         return self._replay.forward(model, experts.to(local.inputs.tokens.device))
 
     def _loss_func(self, local: LocalBatch, total: Tensor) -> tuple:
-        if local not in self._loss.found:
+        if local not in self._loss.diagnostics:
             raise ScheduleError(
                 f"the model returned a {type(total).__name__} without the policy-gradient loss; call "
                 "PolicyGradientStep.attach on the GPTModel or HybridModel before it is wrapped"
@@ -165,7 +165,9 @@ class PolicyGradientStep:
                 "loss does not require grad, so Megatron skips this rank's backward and the other ranks wait; unfreeze "
                 "a parameter of the model"
             )
-        return self._scaling.outputs(total, num_positions=local.num_positions, policy=self._loss.found[local].policy)
+        return self._scaling.outputs(
+            total, num_positions=local.num_positions, policy=self._loss.diagnostics[local].policy
+        )
 
     # --- the step ---
 
@@ -230,8 +232,8 @@ class PolicyGradientStep:
             if self._replay is not None:
                 self._replay.end()
 
-    def _checked_before_finalize(self, config: Any, found: list[StepFindings]) -> AbstractContextManager[None]:
-        return before_finalize(config, lambda: found.append(self._gather_and_check()))
+    def _checked_before_finalize(self, config: Any, findings: list[StepFindings]) -> AbstractContextManager[None]:
+        return before_finalize(config, lambda: findings.append(self._gather_and_check()))
 
     def _plan(self, call: ScheduleCall) -> tuple[StepPlan, list[LocalBatch], StepDocuments | None]:
         """The step's plan and this rank's planned micro-batches; an error on any rank is raised on every rank."""
@@ -333,7 +335,7 @@ class PolicyGradientStep:
 
     def _gather_and_check(self) -> StepFindings:
         """The diagnostics of every rank, after the checks."""
-        diagnostics, reports = self._loss.found, _reports()
+        diagnostics, reports = self._loss.diagnostics, _reports()
         counted = sum(self._scaling.local_count(local.num_positions) for local in diagnostics) if reports else 0
         data_rank = self._counting_group.rank()
         gathered = gather_found(

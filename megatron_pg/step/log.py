@@ -7,8 +7,8 @@ from typing import Any
 from megatron_pg.declarations.loss_terms import SHORTHANDS
 from megatron_pg.metrics import Reduction
 from megatron_pg.metrics.advice import Advice
+from megatron_pg.metrics.limits import red_flags
 from megatron_pg.metrics.reporting import console_line, nonfinite_entries, red_flag_line
-from megatron_pg.metrics.table import red_flags
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.step.findings import StepReport
 
@@ -40,21 +40,21 @@ def step_record(log: StepLog) -> dict[str, Any]:
 
 
 class Console:
-    """What one rank says of the steps.
+    """The console lines of the rank that logs.
 
     Args:
-        say: where the lines go.
+        say: prints a line.
     """
 
     def __init__(self, say: Callable[[str], None]):
         self._say = say
-        self._flagged: set[str] = set()  # metrics whose red flag was said
+        self._flagged: set[str] = set()  # metrics whose red flag was reported
         self._advice: Advice | None = None
 
     def begin(self, report: StepReport, metrics: Reduction, advice: Advice | None = None) -> None:
-        """What the first step counted, beside which a wrong id is seen, and which metrics are absent.
+        """Print the counts of the first step, which show wrong ids, and the absent metrics.
 
-        `advice`: what follows the run's steps, those before this process among them; None: no advice is wanted.
+        `advice` follows all steps of the run, including those before this process; None: no advice.
         """
         self._advice = advice
         self._say(f"first step: {units_of(report.plan)}")
@@ -76,7 +76,7 @@ class Console:
 
 
 def units_of(plan: StepPlan) -> str:
-    """What a step counted."""
+    """The counts of a step, as text."""
     prompts = "no prompt ids" if plan.num_prompts is None else f"{plan.num_prompts} prompts"
     counted = [f"{plan.num_samples} samples, {plan.num_rollouts} rollouts, {prompts}, {plan.num_tokens} trained tokens"]
     counted += [

@@ -145,7 +145,7 @@ def _with_diagnostics(
         sizes: dict[str, Any] = {"vocab_size": vocab_size}
         values = TokenValues(fields, found, settings.terms, totals, **sizes)
         if settings.terms.further:
-            policy = torch.where(fields.of_policy.mask, fields.weights * values.token_losses, 0).sum()
+            policy = torch.where(fields.objective_mask, fields.weights * values.token_losses, 0).sum()
         return found.loss, Diagnostics(policy, settings.metrics.partial(values), _count_nonfinite(values))
 
 

@@ -52,7 +52,7 @@ class ModelLoss:
         self._forward: _Forward | None = None
         self._expected: dict[int, LocalBatch] = {}  # of forwards that run in pieces, by the id of their labels
         self.is_attached = False
-        self.found: dict[LocalBatch, Diagnostics] = {}  # of the step's forwards, in order
+        self.diagnostics: dict[LocalBatch, Diagnostics] = {}  # of the step's forwards, in order
 
     def attach(self, model: Any) -> None:
         """See `PolicyGradientStep.attach`."""
@@ -100,7 +100,7 @@ class ModelLoss:
     def begin(self, plan: StepPlan, scaling: LossScaling, config: Any, tp_group: ProcessGroup) -> None:
         """Begin a step."""
         self._tp_group = tp_group if tp_group.size() > 1 else None
-        self._plan, self._scaling, self.found, self._expected = plan, scaling, {}, {}
+        self._plan, self._scaling, self.diagnostics, self._expected = plan, scaling, {}, {}
         self._mtp_factor = config.mtp_loss_scaling_factor if self._settings.mtp_depths else 0.0
 
     @contextmanager
@@ -127,7 +127,7 @@ class ModelLoss:
         call = deferred.take(logits) if deferred else None
         if call is not None:
             weight = self._teacher_weight
-            total, found = microbatch_head_loss(
+            total, diagnostics = microbatch_head_loss(
                 call,
                 local.fields,
                 local.trained,
@@ -138,9 +138,11 @@ class ModelLoss:
             )
         else:
             rows, group = _rows(logits), self._tp_group
-            total, found = microbatch_loss(rows, local.fields, self._settings, group, grad_scale=scale, totals=totals)
-            found = found._replace(is_bypassed=not self._take_run())
-        self.found[local] = found
+            total, diagnostics = microbatch_loss(
+                rows, local.fields, self._settings, group, grad_scale=scale, totals=totals
+            )
+            diagnostics = diagnostics._replace(is_bypassed=not self._take_run())
+        self.diagnostics[local] = diagnostics
         return total + self._mtp_factor * sum(depth.total for depth in depths) if depths else total
 
     def _of_depth(self, forward: _Forward, labels: Tensor, logits: Tensor, deferred: DeferredHead | None) -> Tensor:

@@ -36,7 +36,7 @@ class DepthLoss(NamedTuple):
 def depth_loss(logits: Tensor, depth: DepthFields, settings: LossSettings, tp_group: ProcessGroup | None) -> DepthLoss:
     """One depth from its logits [T, V / tp], over which the Triton kernels write the gradient.
 
-    Its distribution is softmax(z), whatever the rollouts' temperature.
+    Its distribution is softmax(z) at every temperature of the rollouts.
     """
     vocabulary = Vocabulary.of(logits.shape[1], vocab_size=settings.vocab_size, tp_group=tp_group)
     return _weighted(cross_entropy(logits, depth.targets, depth.trained, vocabulary, impl=settings.impl), depth)
@@ -49,12 +49,12 @@ def depth_head_loss(call: HeadCall, depth: DepthFields, settings: LossSettings) 
     return _weighted(head_cross_entropy(call.hidden, call.weight, targets, rows, vocabulary, head), depth)
 
 
-def _weighted(found: CrossEntropy, depth: DepthFields) -> DepthLoss:
-    losses, rows = found.losses.detach(), depth.trained
+def _weighted(cross_entropies: CrossEntropy, depth: DepthFields) -> DepthLoss:
+    losses, rows = cross_entropies.losses.detach(), depth.trained
     return DepthLoss(
-        (depth.weights.index_select(0, rows).to(losses.dtype) * found.losses).sum(),
+        (depth.weights.index_select(0, rows).to(losses.dtype) * cross_entropies.losses).sum(),
         losses.new_zeros(len(depth.targets)).index_copy_(0, rows, losses),
-        found.is_likeliest.sum(),
+        cross_entropies.is_likeliest.sum(),
     )
 
 

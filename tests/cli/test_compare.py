@@ -50,7 +50,7 @@ def random_records(rng: random.Random, *, steps: int = 3) -> list[dict]:
 
 
 def write(path: Path, records: list[dict], header: object = HEADER) -> Path:
-    path.write_text("\n".join(json.dumps(each) for each in [header, *records]) + "\n")
+    path.write_text("\n".join(json.dumps(record) for record in [header, *records]) + "\n")
     return path
 
 
@@ -101,21 +101,21 @@ def test_every_aggregation_agrees_with_plain_loops(seed, tmp_path, capsys):
     assert (code, err) == (0, "")
     said = json.loads(out)
     assert said["trained_tokens"] == sum(sum(r["loss_mask"]) for r in records)
-    for mode, found in said["aggregations"].items():
+    for mode, result in said["aggregations"].items():
         expected = oracle(records, mode, 32.0)
         total = math.fsum(expected["mass"].values())
-        assert close(found["loss"], expected["loss"])
-        assert close(found["aggregation_ess"], expected["ess"])
-        assert close(found["gradient_mass"], total)
-        for each in said["by_prompt"]:
-            own = math.fsum(expected["mass"][id(r)] for r in records if r["prompt_id"] == each["prompt_id"])
-            assert close(each["share"][mode], own / total)
-        for each in said["by_length"]:
-            low, _, high = each["length"].partition("-")
+        assert close(result["loss"], expected["loss"])
+        assert close(result["aggregation_ess"], expected["ess"])
+        assert close(result["gradient_mass"], total)
+        for row in said["by_prompt"]:
+            mass = math.fsum(expected["mass"][id(r)] for r in records if r["prompt_id"] == row["prompt_id"])
+            assert close(row["share"][mode], mass / total)
+        for row in said["by_length"]:
+            low, _, high = row["length"].partition("-")
             inside = [r for r in records if int(low) <= r["response_length"] <= int(high or low)]
-            assert each["samples"] == len(inside)
-            assert close(each["share"][mode], math.fsum(expected["mass"][id(r)] for r in inside) / total)
-        assert sum(each["share"][mode] for each in said["by_length"]) == pytest.approx(1)
+            assert row["samples"] == len(inside)
+            assert close(row["share"][mode], math.fsum(expected["mass"][id(r)] for r in inside) / total)
+        assert sum(row["share"][mode] for row in said["by_length"]) == pytest.approx(1)
 
 
 def test_lengths_of_ten_a_thousand_a_hundred_and_four_hundred(tmp_path, capsys):
@@ -182,14 +182,14 @@ def same_digest(path: Path) -> None:
     assert refusal == expected
     if expected is not None:
         return
-    found, _ = digest
-    assert [(row.step, row.prompt_id, row.rollout_id) for row in found] == [
+    rows, _ = digest
+    assert [(row.step, row.prompt_id, row.rollout_id) for row in rows] == [
         (s.step, s.prompt_id, s.rollout_id) for s in samples
     ]
-    assert [(row.length, row.trained) for row in found] == [(s.response_length, s.num_trained) for s in samples]
+    assert [(row.length, row.trained) for row in rows] == [(s.response_length, s.num_trained) for s in samples]
     trained = [s.advantages[s.loss_mask].tolist() for s in samples]
-    assert [row.advantage for row in found] == pytest.approx([math.fsum(values) for values in trained])
-    assert [row.magnitude for row in found] == pytest.approx([math.fsum(map(abs, values)) for values in trained])
+    assert [row.advantage for row in rows] == pytest.approx([math.fsum(values) for values in trained])
+    assert [row.magnitude for row in rows] == pytest.approx([math.fsum(map(abs, values)) for values in trained])
 
 
 def test_terms_are_counted_and_the_objective_is_compared_alone(tmp_path, capsys):
@@ -266,8 +266,8 @@ def two_steps(*changes: dict) -> list[dict]:
 
 
 BAD_FILES = {
-    "empty": (b"", "holds no sample"),
-    "a header only": (json.dumps(HEADER).encode() + b"\n", "holds no sample"),
+    "empty": (b"", "contains no sample"),
+    "a header only": (json.dumps(HEADER).encode() + b"\n", "contains no sample"),
     "another format": (b'{"a": 1}\n', "header has format None"),
     "a picture": (b"\x89PNG\r\n\x1a\n", "is not UTF-8"),
     "an archive": (b"PK\x03\x04" + bytes(100), "is not one JSON object"),
@@ -385,7 +385,7 @@ def test_the_picture_is_drawn_and_replaced_only_when_asked(tmp_path, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.png", "r.jsonl"]
 
 
-def test_the_picture_has_whole_prompts_and_tells_coinciding_curves_apart(tmp_path, capsys, monkeypatch):
+def test_the_picture_has_whole_prompts_and_shows_coinciding_curves(tmp_path, capsys, monkeypatch):
     plt = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setattr(plt, "close", lambda figure: None)
     path = write(tmp_path / "r.jsonl", [RECORD, RECORD | {"prompt_id": "other", "rollout_id": "other"}])  # all equal
@@ -411,7 +411,7 @@ def test_without_matplotlib_there_is_a_message(tmp_path, capsys, monkeypatch):
 
 
 def without_packages(command: str) -> subprocess.CompletedProcess:
-    """The command line without numpy and torch, in a process of its own, where nothing is imported yet."""
+    """The command line without numpy and torch, in a separate process, where nothing is imported yet."""
     code = (
         "import sys; sys.modules |= {'numpy': None, 'torch': None}; from megatron_pg.cli import main; "
         f"sys.exit(main({command.split()!r}))"

@@ -152,11 +152,11 @@ def test_the_training_dump_of_slime_says_which_step_trained_a_sample_and_which_n
     assert "10 samples of 5 prompts in 2 steps" in out
     assert "2 samples of the last rollouts did not fill a step; they were not trained and are left out" in out
     assert "1 prompt groups were trained in several steps" in out
-    found = [sample for step in read_steps(output) for sample in step]
-    assert [s.step for s in found] == [24] * 5 + [25] * 5
-    assert [s.prompt_id for s in found] == [0, 0, 0, "1/24", "1/24", "1/25", 2, 2, 2, 3]
-    assert [float(s.advantages[0]) for s in found] == [-1, 0, 1, -1, 0, 1, -1, 0, 1, -1]  # over the whole groups
-    assert [float(s.old_logprobs[2]) for s in found] == [-2.0 - i for i in range(10)]
+    samples = [sample for step in read_steps(output) for sample in step]
+    assert [s.step for s in samples] == [24] * 5 + [25] * 5
+    assert [s.prompt_id for s in samples] == [0, 0, 0, "1/24", "1/24", "1/25", 2, 2, 2, 3]
+    assert [float(s.advantages[0]) for s in samples] == [-1, 0, 1, -1, 0, 1, -1, 0, 1, -1]  # over the whole groups
+    assert [float(s.old_logprobs[2]) for s in samples] == [-2.0 - i for i in range(10)]
 
 
 BAD_SLIME = {
@@ -295,23 +295,27 @@ def test_an_array_in_a_dump_is_named(save, tmp_path, capsys):
 def test_routed_experts_are_kept_as_tensors_or_lists(framework, save, tmp_path, capsys):
     experts = torch.tensor([[[0, 1], [2, 3]], [[1, 2], [3, 0]], [[5, 4], [1, 0]], [[0, 2], [2, 1]]])  # of 5 tokens
     given = (experts, experts.tolist(), None)
-    path = save([one | {"rollout_routed_experts": each} for one, each in zip(SLIME[:3], given, strict=True)])
+    path = save([one | {"rollout_routed_experts": experts} for one, experts in zip(SLIME[:3], given, strict=True)])
     output = tmp_path / "out.jsonl"
     assert run(capsys, path, "--format", framework, *CHOICES, "--output", output)[0] == 0
-    found = [sample.routed_experts for sample in read_rollouts(output)]
-    assert [each if each is None else each.tolist() for each in found] == [experts.tolist(), experts.tolist(), None]
+    routed = [sample.routed_experts for sample in read_rollouts(output)]
+    assert [value if value is None else value.tolist() for value in routed] == [
+        experts.tolist(),
+        experts.tolist(),
+        None,
+    ]
 
 
 def test_what_slime_could_have_sampled_is_kept_as_tensors_or_lists(save, tmp_path, capsys):
     ids, offsets = torch.tensor([20, 4, 21, 7], dtype=torch.int32), torch.tensor([0, 2, 4, 4], dtype=torch.int32)
     given = ((ids, offsets), (ids.tolist(), offsets.tolist()), (None, None))
     names = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
-    path = save([one | dict(zip(names, each, strict=True)) for one, each in zip(SLIME[:3], given, strict=True)])
+    path = save([one | dict(zip(names, values, strict=True)) for one, values in zip(SLIME[:3], given, strict=True)])
     output = tmp_path / "kept.jsonl"
     assert run(capsys, path, "--format", "slime", *CHOICES, "--output", output)[0] == 0
-    found = [sample.sampling_mask for sample in read_rollouts(output)]
+    masks = [sample.sampling_mask for sample in read_rollouts(output)]
     flat = {"ids": ids.tolist(), "offsets": offsets.tolist()}
-    assert [each if each is None else each.lists() for each in found] == [flat, flat, None]
+    assert [mask if mask is None else mask.lists() for mask in masks] == [flat, flat, None]
     half = save([one | {names[0]: ids} for one in SLIME[:3]], name="13.pt")
     assert "is not the ids that could be sampled" in refused(capsys, tmp_path, half, "--format", "slime", *CHOICES)
 
@@ -623,7 +627,7 @@ def renamed(**names) -> dict:
 
 JSONL = {
     "our names": ([OURS], ()),
-    "names of one's own": (
+    "custom names": (
         [renamed(tokens="ids", response_length="n", loss_mask="mask", old_logprobs="logp", reward="r", step="it")],
         [
             f"--column={w}"
@@ -656,8 +660,8 @@ def test_lines_of_json_with_columns_of_any_names(name, lines, tmp_path, capsys):
     code, _, err = run(capsys, lines(rows, "mine.jsonl"), "--format", "jsonl", *words, "--output", output)
     assert (code, err) == (0, "")
     (sample,) = read_rollouts(output)
-    found = {name: getattr(sample, name) for name in ("step", "prompt_id", "rollout_id", "response_length", "reward")}
-    assert found == {name: OURS[name] for name in found}
+    fields = {name: getattr(sample, name) for name in ("step", "prompt_id", "rollout_id", "response_length", "reward")}
+    assert fields == {name: OURS[name] for name in fields}
     assert sample.tokens.tolist() == OURS["tokens"]
     assert sample.loss_mask.int().tolist() == OURS["loss_mask"]
     assert float(sample.old_logprobs[0]) == -0.5
@@ -764,7 +768,7 @@ BAD_JSONL = {
     "a value that JSON has not": (
         [OURS | {"note": math.nan}],
         (),
-        "extra of sample of the dump holds what JSON cannot",
+        "extra of sample of the dump has a value that JSON cannot contain",
     ),
     "a number of many digits": ([OURS | {"response_length": 10**400}], (), "mine.jsonl:1: "),
     "a length below any": (

@@ -83,10 +83,10 @@ def test_a_sample_of_a_further_term_needs_no_objective_fields(convert):
     sft = {"term": "sft", **{name: MINIMAL[name] for name in ("step", "tokens", "response_length", "loss_mask")}}
     sft |= {"prompt_id": "demo"}
     rollouts = [MINIMAL | {"reward": reward, "rollout_logprobs": [-0.5, -0.5]} for reward in (1.0, 0.0)]
-    code, said, found = convert([sft, *rollouts], "--old-logprobs", "rollout", "--advantage", "group_mean")
+    code, said, records = convert([sft, *rollouts], "--old-logprobs", "rollout", "--advantage", "group_mean")
     assert code == 0, said
-    assert found[0] == sft | {"rollout_id": "3/0"}
-    assert [record["advantage"] for record in found[1:]] == [0.5, -0.5]
+    assert records[0] == sft | {"rollout_id": "3/0"}
+    assert [record["advantage"] for record in records[1:]] == [0.5, -0.5]
 
 
 def test_values_of_tokens_that_a_further_term_trains_are_kept(convert):
@@ -153,7 +153,7 @@ def test_names_of_vllm_are_explained_with_all_other_missing_choices(convert):
         "reward",
     ]
     columns = ("prompt_ids=prompt_token_ids", "response_ids=token_ids", "rollout_logprobs=logprobs")
-    code, said, (record,) = convert([line], *words, *(f"--column={each}" for each in columns))
+    code, said, (record,) = convert([line], *words, *(f"--column={column}" for column in columns))
     assert code == 0, said
     assert (record["tokens"], record["response_length"], record["old_logprobs"]) == ([1, 2, 5, 6], 2, [-0.5, -0.25])
 
@@ -161,7 +161,7 @@ def test_names_of_vllm_are_explained_with_all_other_missing_choices(convert):
 @pytest.mark.parametrize(
     ("field", "column"), [("loss_mask", "loss_masks"), ("old_logprobs", "old_log_probs"), ("reward", "rewards")]
 )
-def test_a_misspelt_column_of_a_required_field_is_named(field, column, convert):
+def test_a_misspelled_column_of_a_required_field_is_named(field, column, convert):
     line = {column if name == field else name: value for name, value in MINIMAL.items()}
     code, said, _ = convert([line])
     assert code == 2
@@ -169,7 +169,7 @@ def test_a_misspelt_column_of_a_required_field_is_named(field, column, convert):
     assert f"Did you mean --column {field}={column}?" in said
 
 
-def test_a_misspelt_column_of_an_optional_field_is_kept_and_named(convert):
+def test_a_misspelled_column_of_an_optional_field_is_kept_and_named(convert):
     code, said, (record,) = convert([MINIMAL | {"weight_versions": 3, "source": "math"}])
     assert (code, record["x_weight_versions"], record["x_source"]) == (0, 3, "math")
     hint = "Did you mean --column weight_version=weight_versions?"
@@ -184,8 +184,8 @@ def test_a_column_that_no_line_has_is_refused(convert):
     assert code == 2
     assert "--column truncated=cutt: no line of " in said
     assert said.endswith("has this column. The first line has: text. Correct it.\n")
-    code, said, found = convert(lines, "--column", "truncated=cut")  # one line may lack it
-    assert [record.get("truncated") for record in found] == [None, True], said
+    code, said, records = convert(lines, "--column", "truncated=cut")  # one line may lack it
+    assert [record.get("truncated") for record in records] == [None, True], said
 
 
 def test_an_unknown_field_of_an_option_is_named_with_the_one_that_is_meant(convert):

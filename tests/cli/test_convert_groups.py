@@ -68,9 +68,9 @@ def test_equal_inputs_in_two_files_of_a_step_are_one_prompt_for_verl(convert, fi
     code, said = convert(paths, "--format", "verl", "--advantage", "group_mean")
     assert code == 0, said
     assert advantages(tmp_path) == [0.75, 0.5, -0.25, -0.5, -0.25, -0.25, 0.5, -0.5]
-    found = read_rollouts(tmp_path / "out.jsonl")
-    assert [sample.prompt_id for sample in found] == ["5/0", "5/1", "5/0", "5/1", "5/0", "5/0", "6/0", "6/0"]
-    assert len({sample.rollout_id for sample in found}) == 8
+    samples = read_rollouts(tmp_path / "out.jsonl")
+    assert [sample.prompt_id for sample in samples] == ["5/0", "5/1", "5/0", "5/1", "5/0", "5/0", "6/0", "6/0"]
+    assert len({sample.rollout_id for sample in samples}) == 8
 
 
 def test_two_dumps_of_slime_of_one_rollout_batch_are_one_step(convert, tmp_path):
@@ -88,8 +88,8 @@ def exact(rule: str, rewards: list[Fraction]) -> list[Fraction]:
     size, total = len(rewards), sum(rewards)
     if rule == "rloo":
         return [reward - (total - reward) / (size - 1) for reward in rewards]
-    centred = [reward - total / size for reward in rewards]
-    return centred if rule == "group_mean" or not total else [each / (total / size) for each in centred]
+    centered = [reward - total / size for reward in rewards]
+    return centered if rule == "group_mean" or not total else [value / (total / size) for value in centered]
 
 
 @pytest.mark.proof("Advantages: convert over random splits of steps into files, against exact fractions")
@@ -112,7 +112,7 @@ def test_advantages_do_not_depend_on_how_steps_are_split_into_files(convert, fil
         rng.shuffle(lines)
         cuts = sorted(rng.sample(range(1, len(lines)), min(rng.randrange(4), len(lines) - 1)))
         bounds = zip([0, *cuts], [*cuts, len(lines)], strict=True)
-        parts = [[each for rollout in lines[low:high] for each in rollout] for low, high in bounds]
+        parts = [[record for rollout in lines[low:high] for record in rollout] for low, high in bounds]
         code, said = convert(files(*parts), "--format", "jsonl", "--advantage", rule)
         assert code == 0, said
         for sample in read_rollouts(tmp_path / "out.jsonl"):
@@ -136,16 +136,16 @@ def test_an_undefined_advantage_names_the_option(convert, files):
 
 def test_one_step_for_all_files_is_an_option(convert, files, tmp_path):
     def row(first: int, reward: float) -> dict:
-        found = line(None, reward, tokens=[first, 2, 3])
-        return {name: value for name, value in found.items() if name not in ("step", "prompt_id")}
+        record = line(None, reward, tokens=[first, 2, 3])
+        return {name: value for name, value in record.items() if name not in ("step", "prompt_id")}
 
     paths = files([row(1, 1.0), row(1, 0.0)], [row(1, 0.0), row(1, 0.5)])
     words = ("--format", "jsonl", "--step", "7", "--group-size", "2", "--advantage", "group_mean")
     code, said = convert(paths, *words)
     assert code == 0, said
-    found = read_rollouts(tmp_path / "out.jsonl")
-    assert [(sample.step, sample.prompt_id) for sample in found] == [(7, "7/0"), (7, "7/0"), (7, "7/1"), (7, "7/1")]
-    assert [sample.rollout_id for sample in found] == ["7/0", "7/1", "7/2", "7/3"]
+    samples = read_rollouts(tmp_path / "out.jsonl")
+    assert [(sample.step, sample.prompt_id) for sample in samples] == [(7, "7/0"), (7, "7/0"), (7, "7/1"), (7, "7/1")]
+    assert [sample.rollout_id for sample in samples] == ["7/0", "7/1", "7/2", "7/3"]
     assert advantages(tmp_path) == [0.5, -0.5, -0.25, 0.25]  # a group of consecutive lines lies in one file
 
 

@@ -31,13 +31,15 @@ def findings(**changes: Probe) -> dict:
 
 
 def test_a_healthy_machine_has_nothing_that_fails():
-    found = findings()
-    assert not [f for f in found.values() if f.status == "fail"]
-    assert "2 × H200" in found["torch"].found
-    line = "torch 2.9.0+cu130, CUDA 13.0, H200: cuda:0, --pg-kernel triton, Triton 3.6.0, one launch where a row fits"
-    assert found["device and kernel"].found == line
-    assert "parse_and_validate_args" in found["megatron.training"].found
-    assert "multiplies by C and divides by K" in found["contract, flag off"].found
+    by_name = findings()
+    assert not [f for f in by_name.values() if f.status == "fail"]
+    assert "2 × H200" in by_name["torch"].found
+    line = (
+        "torch 2.9.0+cu130, CUDA 13.0, H200: cuda:0, --pg-kernel triton, Triton 3.6.0, a single pass where a row fits"
+    )
+    assert by_name["device and kernel"].found == line
+    assert "parse_and_validate_args" in by_name["megatron.training"].found
+    assert "multiplies by C and divides by K" in by_name["contract, flag off"].found
 
 
 BAD = {
@@ -139,8 +141,8 @@ def test_what_is_wrong_is_named_with_a_way_out(name):
 def test_one_line_says_which_device_and_kernel_are_used_and_why():
     why = "torch 2.13.0+cu130 was built for CUDA 13.0, but no GPU can be used (Found no NVIDIA driver on your system)"
     facts = {"version": "2.13.0+cu130", "cuda": "13.0", "kernel": "torch", "chosen": f"{why}: CPU, --pg-kernel torch"}
-    found = findings(torch=Probe(facts, None), triton=Probe({}, "No module named 'triton'"))["device and kernel"]
-    assert found == doctor.Finding("device and kernel", "ok", f"{why}: CPU, --pg-kernel torch")
+    finding = findings(torch=Probe(facts, None), triton=Probe({}, "No module named 'triton'"))["device and kernel"]
+    assert finding == doctor.Finding("device and kernel", "ok", f"{why}: CPU, --pg-kernel torch")
     assert findings(torch=Probe({}, "no torch"))["device and kernel"].found == "unknown: see torch above"
 
 
@@ -181,10 +183,10 @@ def test_this_machine(full):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=processes.PACKAGE, capture_output=True, text=True)
     said = json.loads(done.stdout)
-    found = {finding["name"]: finding for finding in said["findings"]}
+    by_name = {finding["name"]: finding for finding in said["findings"]}
     assert done.returncode == (0 if said["ok"] else 1)
-    assert found["torch"]["status"] != "fail"
-    assert found["gloo, 2 processes"]["status"] == "ok"
-    if found["megatron-core"]["status"] == "ok":
-        assert found["contract, flag off"]["status"] == found["contract, flag on"]["status"] == "ok"
+    assert by_name["torch"]["status"] != "fail"
+    assert by_name["gloo, 2 processes"]["status"] == "ok"
+    if by_name["megatron-core"]["status"] == "ok":
+        assert by_name["contract, flag off"]["status"] == by_name["contract, flag on"]["status"] == "ok"
     assert "looking: " in done.stderr

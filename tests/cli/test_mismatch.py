@@ -15,7 +15,7 @@ from megatron_pg.mismatch.causes import CAUSES
 def write(tmp_path):
     def write(name: str, lines: list[dict]) -> str:
         path = tmp_path / name
-        path.write_text("\n".join(json.dumps(each) for each in [HEADER, *lines]) + "\n")
+        path.write_text("\n".join(json.dumps(record) for record in [HEADER, *lines]) + "\n")
         return str(path)
 
     return write
@@ -43,9 +43,9 @@ def test_the_document_holds_every_test(write, capsys):
     said = json.loads(out)
     assert code == 0
     assert (said["verdict"], said["documents"], said["tokens"]) == ("found", 30, 1200)
-    assert [each["cause"] for each in said["findings"]] == ["temperature"]
-    assert sorted(each["cause"] for each in said["tests"]) == sorted(CAUSES)
-    assert {each["outcome"] for each in said["tests"]} == {"found", "not found", "cannot tell"}
+    assert [test["cause"] for test in said["findings"]] == ["temperature"]
+    assert sorted(test["cause"] for test in said["tests"]) == sorted(CAUSES)
+    assert {test["outcome"] for test in said["tests"]} == {"found", "not found", "cannot tell"}
     assert said["findings"][0]["estimate"]["trainer_over_engine"] == pytest.approx(0.8, rel=0.03)
 
 
@@ -77,21 +77,23 @@ def test_one_file_of_several_is_named(write, capsys):
     code, out, _ = run(capsys, *paths, "--json")
     (finding,) = json.loads(out)["findings"]
     assert (code, finding["cause"]) == (0, "group")
-    assert [(each["factor"], each["group"]) for each in finding["estimate"]["groups"]] == [("file", paths[2])]
+    assert [(group["factor"], group["group"]) for group in finding["estimate"]["groups"]] == [("file", paths[2])]
 
 
 def test_a_field_of_the_users_own_divides_documents(write, capsys):
     rng = random.Random(8)
-    rows = [each | {"x_node": f"n{i % 4}"} for i, each in enumerate(two_sides(rng, documents=80))]
+    rows = [record | {"x_node": f"n{i % 4}"} for i, record in enumerate(two_sides(rng, documents=80))]
     bad = two_sides(rng, documents=80, temperature=1.3)
     rows = [
-        each | {name: bad[i][name] for name in ("tokens", "old_logprobs", "rollout_logprobs")} if i % 4 == 1 else each
-        for i, each in enumerate(rows)
+        record | {name: bad[i][name] for name in ("tokens", "old_logprobs", "rollout_logprobs")}
+        if i % 4 == 1
+        else record
+        for i, record in enumerate(rows)
     ]
     code, out, _ = run(capsys, write("r.jsonl", rows), "--by", "x_node", "--json")
     (finding,) = json.loads(out)["findings"]
     assert (code, finding["cause"]) == (0, "group")
-    assert [(each["factor"], each["group"]) for each in finding["estimate"]["groups"]] == [("x_node", "n1")]
+    assert [(group["factor"], group["group"]) for group in finding["estimate"]["groups"]] == [("x_node", "n1")]
 
 
 def test_what_a_level_does(write, capsys):
@@ -128,7 +130,8 @@ def test_a_picture(suffix, write, capsys, tmp_path):
 )
 def test_what_cannot_be_read_is_one_line_and_exit_code_2(change, words, message, write, capsys):
     lines = [
-        {k: v for k, v in (each | change).items() if v is not None} for each in two_sides(random.Random(6), documents=2)
+        {k: v for k, v in (record | change).items() if v is not None}
+        for record in two_sides(random.Random(6), documents=2)
     ]
     path = write("r.jsonl", lines)
     code, out, err = run(capsys, path, *[path if word == "AGAIN" else word for word in words])

@@ -73,7 +73,7 @@ def test_a_file_that_is_being_written_is_read_up_to_its_last_whole_line(make_run
     assert json.loads(run(capsys, path, "--json")[1])["a"]["pg_loss"]["iterations"] == [1, 2]
 
 
-def test_metrics_are_chosen_and_misspelt_ones_named(make_run, capsys):
+def test_metrics_are_chosen_and_misspelled_ones_named(make_run, capsys):
     path = make_run("a", [1.0], reward=0.5)
     assert list(json.loads(run(capsys, path, "--metrics", "reward", "--json")[1])["a"]) == ["reward"]
     assert "no run has this metric. Did you mean reward?" in refused(capsys, path, "--metrics", "rewad")

@@ -76,8 +76,8 @@ def test_red_flags_are_listed_with_their_steps(make_run, capsys, tmp_path):
         {"ess": math.nan},
     ]
     words = make_run("a", *records), "--output", tmp_path / "r.html"
-    found = json.loads(run(capsys, *words, "--json")[1])
-    assert [(f["metric"], f["red_flag"], f["steps"], f["of"], f["worst"]) for f in found] == [
+    flags = json.loads(run(capsys, *words, "--json")[1])
+    assert [(f["metric"], f["red_flag"], f["steps"], f["of"], f["worst"]) for f in flags] == [
         ("ratio_new_old", "< 0.95 or > 1.05 in step 1", [1], 1, 2.0),
         ("ess", "< 0.5", [2, 3], 3, 0.3),
         ("kl_new_old", "> 0.01 in step 1", [1], 2, 0.5),
@@ -99,8 +99,8 @@ def test_a_metric_that_was_never_finite_is_flagged_and_has_a_panel(make_run, cap
     pytest.importorskip("plotly")
     path = make_run("a", *[{"reward": 1.0, "mine": math.inf, "num_tokens": math.nan, "objective": {}}] * 2)
     words = path, "--output", tmp_path / "r.html"
-    found = json.loads(run(capsys, *words, "--json")[1])
-    assert [(f["metric"], f["red_flag"], f["steps"], f["of"]) for f in found] == [
+    flags = json.loads(run(capsys, *words, "--json")[1])
+    assert [(f["metric"], f["red_flag"], f["steps"], f["of"]) for f in flags] == [
         ("mine", "not finite", [1, 2], 2),
         ("num_tokens", "not finite", [1, 2], 2),
     ]

@@ -15,9 +15,7 @@ import pytest
 
 REGISTERS, SHARED_BYTES, RESERVED = 65536, 233472, 1024  # of a Hopper multiprocessor; shared memory kept per program
 FAST = [(151936, "bf16")]
-# the plain one; the longest row, a KL term and the bonus; with a divergence over likeliest tokens, the longest with all
-LOSSES = ("grpo", "dppo_kl+k3_weighted", "grpo|forward_kl", "dppo_kl+k3_weighted|jsd")
-NAMES = 64  # ids of a row, where there is a divergence over a teacher's likeliest tokens
+LOSSES = ("grpo", "dppo_kl+k3_weighted")  # the plain one; the longest row, a KL term and the bonus
 ALL = [
     *FAST,
     (19008, "bf16"),
@@ -27,7 +25,6 @@ ALL = [
 ]
 
 
-TAUGHT = 48  # once a row, between its two passes, with a divergence over likeliest tokens; none at the sizes of `FAST`
 INSTALLED, TUNED = "installed Triton", "Triton 3.6.0"  # the sizes were chosen with the second: no spills
 FEW = 20  # spills with another Triton, where three launches do the work
 TIGHT = 37984  # columns at which the installed Triton spills for sm_100 and sm_120, the only ones (docs/kernels.md)
@@ -36,49 +33,44 @@ TRITONS = ("3.6.0", "3.8.0", "3.9.0")  # in addition to the installed one
 
 
 def compile_all(chip: int, names: list[str]) -> None:
-    """Prints what the assembler says of the one-launch kernel for each "columns:dtype:objective+estimator"."""
-    import torch
+    """Prints what the assembler says of the single-pass kernel for each "columns:dtype:objective+estimator"."""
     from machine_code import disassembled
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile as compile_kernel
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from megatron_pg.kernels.triton import divergences, one_launch, rows
+    from megatron_pg.kernels.triton import rows, single_pass
+    from megatron_pg.kernels.triton.single_pass_kernel import single_pass_kernel
+    from megatron_pg.kernels.triton.terms import FieldPointers
 
     for name in names:
         columns, dtype, loss = name.split(":")
-        shape = one_launch.Shape.of_row(int(columns), {"bf16": 2, "fp32": 4}[dtype])
-        constants = shape.constants({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], entropy=True)
-        of_policy, _, form = loss.partition("|")
-        objective, _, estimator = of_policy.partition("+")
-        constants |= {"ROW": getattr(rows, objective), "KL": getattr(rows, estimator, None), "BONUS": bool(estimator)}
-        constants |= {"FORM": getattr(divergences, form, None), "NUMBERS": divergences.numbers_of(0.3)}
-        constants |= {"TAIL_FLOOR": 1e-6, "RESTORED": bool(form), "NAMES": NAMES if form else 1}
-        kernel = one_launch.one_launch_kernel
-        types = {"logits": f"*{dtype}", "gradients": f"*{dtype}", "targets": "*i64", "mask": "*i1"}
-        fields = ["old_logprobs", "advantages", "weights", "other_logprobs", "results"]
-        fields += ["kl_weights", "bonus_weights", "named_logits", "teacher_logprobs", "teacher_weights"]
-        types |= dict.fromkeys(fields, "*fp32") | {"ids": "*i32", "teacher_tails": "*fp64"}
-        types |= dict.fromkeys(["rows", "columns", "names", "logits_stride", "gradients_stride", "zero"], "i32")
+        shape = single_pass.Shape.of_row(int(columns), {"bf16": 2, "fp32": 4}[dtype])
+        objective, _, estimator = loss.partition("+")
+        constants = {"TOKEN_KERNEL": getattr(rows, objective), "KL": getattr(rows, estimator, None)}
+        constants |= {"BONUS": bool(estimator), "ENTROPY": True, "ROW": shape.tiling}
+        kernel = single_pass_kernel
+        types = {"logits": f"*{dtype}", "gradients": f"*{dtype}", "targets": "*i64", "results": "*fp32"}
+        types |= {"fields": FieldPointers(*["*fp32"] * 7)._replace(mask="*i1")}
+        types |= {"numbers": ("fp32",) * 4, "coefficients": ("fp32",) * 2}
+        types |= dict.fromkeys(["rows", "columns", "logits_stride", "gradients_stride", "zero"], "i32")
         signature = {n: "constexpr" if n in constants else types.get(n, "fp32") for n in kernel.arg_names}
-        aligned = [
-            n
-            for n, t in signature.items()
-            if t.startswith("*") or n in ("columns", "logits_stride", "gradients_stride")
-        ]
+        aligned = ["logits", "gradients", "targets", "results", "columns", "logits_stride", "gradients_stride"]
+        places = [(kernel.arg_names.index(n),) for n in aligned]
+        places += [(kernel.arg_names.index("fields"), i) for i in range(7)]
         source = GluonASTSource(
             fn=kernel,
             signature=signature,
             constexprs={(kernel.arg_names.index(n),): value for n, value in constants.items()},
-            attrs={(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+            attrs={place: [["tt.divisibility", 16]] for place in places},
         )
-        options = {"num_warps": shape.warps, "maxnreg": shape.registers}
+        options = shape.options
         built = compile_kernel(source, target=GPUTarget("cuda", chip, 32), options=options)
         usage, code = disassembled(built.asm["cubin"])
         copies, wide_copies = (len(re.findall(pattern, code)) for pattern in (r"LDGSTS", r"LDGSTS\S*\.128"))
         figures = {
             "name": name,
-            "threads": 32 * shape.warps,
+            "threads": shape.tiling.threads,
             "programs": shape.programs,
             "registers": int(re.search(r"REG:(\d+)", usage)[1]),
             "shared": built.metadata.shared,
@@ -90,15 +82,11 @@ def compile_all(chip: int, names: list[str]) -> None:
         print(json.dumps(figures))
 
 
-@pytest.mark.proof(
-    "Kernels compiled for sm_90: no spills (but once a row with likeliest tokens), 16-byte accesses, programs fit"
-)
-def test_the_one_launch_kernel_fits_the_chip(full, evidence):
+@pytest.mark.proof("Kernels compiled for sm_90: no spills, 16-byte accesses, programs fit")
+def test_the_single_pass_kernel_fits_the_chip(full, evidence):
     found = compiled(90, [f"{columns}:{dtype}:{loss}" for columns, dtype in (ALL if full else FAST) for loss in LOSSES])
     for kernel in found:
-        columns, dtype, loss = kernel["name"].split(":")
-        is_tight = "|" in loss and (int(columns), dtype) not in FAST
-        assert kernel["spills"] <= (TAUGHT if is_tight else 0), kernel
+        assert kernel["spills"] == 0, kernel
         assert kernel["registers"] * kernel["threads"] * kernel["programs"] <= REGISTERS, kernel
         assert (kernel["shared"] + RESERVED) * kernel["programs"] <= SHARED_BYTES, kernel
         assert kernel["wide_stores"] > 0, kernel
@@ -130,8 +118,6 @@ def test_it_compiles_for_other_chips_and_with_other_releases(release, full, evid
 
 def most_spills(release: str, name: str) -> int:
     """That a kernel may have, by its name in `compile_all`."""
-    if "|" in name:
-        return TAUGHT
     is_tight = release == INSTALLED and int(name.partition(":")[0]) == TIGHT
     return FEW if is_tight or release not in (INSTALLED, TUNED) else 0
 

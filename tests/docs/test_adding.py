@@ -8,8 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-import cases
-import oracle
+import metric_oracle
 import pytest
 import simulation
 import torch
@@ -17,6 +16,7 @@ from compare import gradient_error
 from loss_terms import kl_and_entropy
 from samples import random_step
 from simulation import Layout
+from step_cases import VOCABULARY, document_of, poisoned_logits
 
 from megatron_pg import plan_step
 from megatron_pg.args import ArgumentError, add_arguments, validate_args
@@ -90,8 +90,8 @@ def test_the_users_objective_is_what_the_page_says(settings):
 
 def trains_alike_in_every_layout(loss: LossSettings) -> simulation.Outcome:
     rng = random.Random(5)
-    samples = random_step(rng, vocabulary=cases.VOCABULARY)
-    logits = cases.poisoned_logits(samples, rng)
+    samples = random_step(rng, vocabulary=VOCABULARY)
+    logits = poisoned_logits(samples, rng)
     layouts = (Layout(), Layout(data=2, context=2, tensor=2, microbatches=2))
     whole, cut = (simulation.run_step(samples, logits, layout, loss, rng) for layout in layouts)
     assert gradient_error(cut.gradients, whole.gradients) <= 1e-12
@@ -116,10 +116,11 @@ def test_the_users_metric_is_exact_in_every_layout(settings, tmp_path):
     assert source_of(objective.loss)[0] == "watched.py"  # what the ranks compare
     loss = simulation.settings("sample_mean", per_token=False, terms=LossTerms(objective=objective))
     rng = random.Random(6)
-    samples = random_step(rng, vocabulary=cases.VOCABULARY)
-    logits = cases.poisoned_logits(samples, rng)
-    documents = [oracle.trained_tokens(sample, 1.0) for sample in cases.oracle_samples(samples, logits)]
-    expected = oracle.document_mean(documents, lambda token: token.ratio > 1.28)
+    samples = random_step(rng, vocabulary=VOCABULARY)
+    logits = poisoned_logits(samples, rng)
+    documents = [document_of(*pair) for pair in zip(samples, logits, strict=True)]
+    tokens = metric_oracle.policy_tokens(documents, 1.0)
+    expected = metric_oracle.document_mean(tokens, lambda token: token.ratio > 1.28)
     assert 0 < expected < 1
     for layout in (Layout(), Layout(data=2, context=2, tensor=2, microbatches=2)):
         found = simulation.run_step(samples, logits, layout, loss, rng).metrics["softened_fraction"]
@@ -134,8 +135,8 @@ def test_the_users_row_is_the_users_objective_in_the_kernels(settings, tmp_path)
     losses = []
     for objective in (settings.terms.objective, found):
         rng = random.Random(7)
-        samples = random_step(rng, vocabulary=cases.VOCABULARY)
-        logits = [table.float() for table in cases.poisoned_logits(samples, rng)]
+        samples = random_step(rng, vocabulary=VOCABULARY)
+        logits = [table.float() for table in poisoned_logits(samples, rng)]
         loss = simulation.settings("sample_mean", per_token=False, terms=LossTerms(objective=objective))
         loss = dataclasses.replace(loss, impl="triton")
         losses.append(simulation.run_step(samples, logits, Layout(), loss, rng))

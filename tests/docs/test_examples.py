@@ -167,7 +167,7 @@ def refusals(folder, full):
         "    print(error)\n"
         "train_grpo.mpu.get_data_parallel_world_size = lambda: 1\n"
         "sizes = dict(prompts_per_rollout=2, group_size=2, global_batch_size=4, exact_match_prompts=2, docs_per_step=0,\n"
-        "             num_experts=None, teacher=None, task='digit_sort', seq_length=12, cached_sampling=False, pipeline_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False, pg_fused_head=None, fp32_lm_head=False, demonstrations_per_step=0, microbatch_means=None, loss_aggregation='constant', top_p=1.0, top_p_logprobs='sampling mask', teacher_num_layers=None, teacher_hidden_size=None, discard_rollouts=False, transformer_impl='local', fp8=None, use_rope_scaling=False, rollouts=None, pg_vocab_size=12)\n"
+        "             num_experts=None, teacher=None, task='digit_sort', seq_length=12, cached_sampling=False, pipeline_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False, pg_fused_head=None, fp32_lm_head=False, demonstrations_per_step=0, microbatch_means=None, loss_aggregation='constant', top_p=1.0, top_p_logprobs='sampling_mask', teacher_num_layers=None, teacher_hidden_size=None, discard_rollouts=False, transformer_impl='local', fp8=None, use_rope_scaling=False, rollouts=None, pg_vocab_size=12)\n"
         "scaled = dict(use_rope_scaling=True, hybrid_layer_pattern='*-')\n"
         "for wrong in (dict(pg_vocab_size=11), dict(task='list_programs'), dict(cached_sampling=True), dict(cached_sampling=True, task='list_programs', seq_length=48, context_parallel_size=2), dict(demonstrations_per_step=4), dict(demonstrations_per_step=1, rollouts='x'), dict(microbatch_means=2), dict(microbatch_means=2, demonstrations_per_step=2), dict(top_p_logprobs='engine'), dict(teacher_hidden_size=8), dict(discard_rollouts=True, docs_per_step=4), dict(top_p=0.0), dict(top_p=0.9, docs_per_step=4), dict(fp8='hybrid'), scaled):\n"
         "    try:\n"
@@ -187,14 +187,14 @@ def refusals(folder, full):
 
 def test_the_example_refuses_sizes_that_do_not_divide_and_files_that_do_not_fit(refusals):
     assert "has 3 tokens up to id 13; the model takes 4 tokens" in refusals
-    assert "--pg-vocab-size 11 leaves out tokens of the task, which has 12" in refusals
+    assert "--pg-vocab-size 11 is smaller than the task's vocabulary of 12 tokens" in refusals
     assert "--seq-length 12 is shorter than a prompt and its longest response of --task list_programs" in refusals
     assert "--cached-sampling does not support --task digit_sort" in refusals
     assert "--cached-sampling does not support context parallelism" in refusals
     assert "--demonstrations-per-step 4 is not a multiple of" in refusals
     assert "--demonstrations-per-step 1 needs rollouts that this run samples in steps" in refusals
     assert (
-        "--microbatch-means 2 reweighs token_mean of one rank in equal parts of --global-batch-size 4, not constant"
+        "--microbatch-means 2 needs --loss-aggregation token_mean (not constant), one data-parallel rank (not 1)"
         in refusals
     )
     assert (

@@ -29,7 +29,7 @@ PACKAGES = ("megatron-core", "torch", "triton", "numpy")
 PARTS = {  # the files and folders below tests/ that each part runs; a nested path belongs to the part that names it
     "units": ("unit", "cli"),
     "kernels": ("unit/kernels", "unit/lm_head", "compiled"),
-    "properties": ("properties", "mutants/test_mutations.py"),
+    "properties": ("properties",),
     "fuzz": ("fuzz",),
     "soak": ("fuzz/test_soak.py",),
     "mutants": ("mutants",),

@@ -26,11 +26,10 @@ warnings.filterwarnings("ignore")
 ROOT = next(parent for parent in Path(__file__).parents if (parent / "setup.py").exists())
 sys.path[:0] = [str(path) for path in (ROOT, ROOT / "examples", *sorted((ROOT / "tests").rglob(""))) if path.is_dir()]
 
-import cases
 import numpy as np
-import objective_cases
 import processes
 import simulation
+import step_cases
 import torch
 from simulation import Layout
 
@@ -131,15 +130,20 @@ def layouts() -> Iterator[tuple[str, str]]:
     for layout, dtype in product(LAYOUTS, (torch.float64, torch.float32)):
         rng = random.Random(f"{layout}{dtype}")
         for _ in range(2):
-            found = [cases.random_case(rng, mode, per_token=flag, dtype=dtype) for mode, flag in cases.CONTRACTS]
+            found = [
+                step_cases.random_case(rng, mode, per_token=flag, dtype=dtype) for mode, flag in step_cases.CONTRACTS
+            ]
             for number, each in enumerate(simulation.run_steps([c.step(layout, rng) for c in found], layout)):
-                yield f"{layout} {dtype} {found[number].aggregation} {found[number].per_token}", outcome(each)
+                yield (
+                    f"{layout} {dtype} {found[number].asked.aggregation} {found[number].asked.per_token}",
+                    outcome(each),
+                )
 
 
 def objectives() -> Iterator[tuple[str, str]]:
     for layout, objective in product(LAYOUTS, OBJECTIVES):
         rng = random.Random(f"{objective}{layout}")
-        found = [objective_cases.random_case(rng, objective) for _ in range(4)]
+        found = [step_cases.random_objective_case(rng, objective) for _ in range(4)]
         for each in simulation.run_steps([c.step(layout, rng) for c in found], layout):
             yield f"{layout} {objective}", outcome(each)
 
@@ -148,7 +152,7 @@ def interpreted() -> Iterator[tuple[str, str]]:
     """Every objective by the Triton kernels, in the interpreter."""
     for layout, objective in product((Layout(), Layout(qkv_format="bshd")), OBJECTIVES):
         rng = random.Random(f"{objective}{layout}")
-        case = objective_cases.random_case(rng, objective)
+        case = step_cases.random_objective_case(rng, objective)
         name = next(f.name for f in dataclasses.fields(case.loss) if f.name in ("kernel", "impl"))
         case = dataclasses.replace(
             case,

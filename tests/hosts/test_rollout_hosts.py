@@ -6,6 +6,8 @@ always.
 
 import random
 import re
+from functools import partial
+from typing import NamedTuple
 
 import host_cases as hosts
 import host_runs
@@ -47,112 +49,106 @@ def miles(folder, full):
     return own(folder, full, "miles")
 
 
-def errors(found: dict, evidence) -> list[float]:
-    of_cases = [pair for layout in LAYOUTS for pair in found[layout]["errors"].items()]
-    every = [error for _, error in of_cases]
-    assert len(every) >= 3 * 16
+STAND_IN = "Hosts: the hooks of slime and miles in a stand-in, gradients on 2 real ranks equal plain loops"
+LOOPS = {  # whose loop, and of which host: what its gradients prove
+    ("a stand-in", "slime"): STAND_IN,
+    ("a stand-in", "miles"): STAND_IN,
+    ("its own", "slime"): "Hosts: slime's own code, from samples to gradients on 2 real ranks, equals plain loops",
+    ("its own", "miles"): "Hosts: miles' own code, from samples to gradients on 2 real ranks, equals plain loops",
+}
+OWN, OF_MILES = [loop for loop in LOOPS if loop[0] == "its own"], [loop for loop in LOOPS if loop[1] == "miles"]
+in_each = partial(pytest.mark.parametrize, "loop", indirect=True, ids=" ".join)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+class Loop(NamedTuple):
+    """A host's loop, a stand-in or its own code, and its figures by layout."""
+
+    host: str
+    found: dict
+
+
+@pytest.fixture
+def loop(request, stand_in, slime, miles) -> Loop:
+    kind, host = request.param
+    found = {"slime": slime, "miles": miles}[host] if kind == "its own" else stand_in[host]
+    if found is None:
+        pytest.skip(f"needs a checkout of {host}: make prove HOSTS=FOLDER, or {host.upper()} in the environment")
+    return Loop(host, found)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [pytest.param(loop, marks=pytest.mark.proof(text), id=" ".join(loop)) for loop, text in LOOPS.items()],
+    indirect=True,
+)
+def test_gradients_are_those_of_plain_loops(loop, evidence):
+    of_cases = [pair for layout in LAYOUTS for pair in loop.found[layout]["errors"].items()]
+    errors = [error for _, error in of_cases]
+    assert len(errors) >= 3 * 16
     assert max(error for name, error in of_cases if ", scaled_exp, " not in name) < LIMIT
-    evidence(cases=len(every), worst=max(every), tolerance=OF_SCALED_EXP)
-    return every
+    evidence(cases=len(errors), worst=max(errors), tolerance=OF_SCALED_EXP)
 
 
-@pytest.mark.proof("Hosts: the hooks of slime and miles in a stand-in, gradients on 2 real ranks equal plain loops")
-@pytest.mark.parametrize("host", HOSTS)
-def test_gradients_in_a_stand_in_are_those_of_plain_loops(stand_in, host, evidence):
-    errors(stand_in[host], evidence)
+@every_layout
+@in_each(LOOPS)
+def test_gradients_of_a_teacher_and_of_supervised_samples_are_too(loop, layout):
+    errors = loop.found[layout]["terms"].values()
+    assert len(errors) == {"slime": 8, "miles": 4}[loop.host]
+    assert max(errors) < LIMIT
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("host", HOSTS)
-def test_gradients_of_a_teacher_and_of_supervised_samples_are_too(stand_in, host, layout):
-    found = stand_in[host][layout]["terms"].values()
-    assert len(found) == {"slime": 8, "miles": 4}[host]
-    assert max(found) < LIMIT
+@every_layout
+@in_each(OF_MILES)
+def test_gradients_of_padded_rows_are_too(loop, layout):
+    errors = loop.found[layout]["padded"].values()
+    assert len(errors) == 3
+    assert max(errors) < LIMIT
+
+
+@every_layout
+@in_each(OWN)
+def test_the_hosts_own_default_and_ours_are_one_loss(loop, layout):
+    """So a user can switch without a jump."""
+    assert loop.found[layout]["jump"] < LIMIT
+
+
+@_KNOWN
+@every_layout
+@in_each(LOOPS)
+def test_metrics_are_those_of_one_process_on_the_same_samples(loop, layout):
+    compare(loop.found[layout]["metrics"], without=_REWARDS if loop.host == "miles" else set())
+
+
+def refused(stand_in: dict, host: str, fault: str) -> str:
+    """The error of every rank."""
+    (text,) = set(stand_in[host]["refused"][fault])
+    return text
 
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_trainer_that_computes_another_loss_stops_on_every_rank_before_the_optimizer_moves(stand_in, host):
-    said = stand_in[host]["refused"]["their own loss"]
-    assert len(set(said)) == 1
-    assert re.match(
-        r"HostLossError: megatron_pg's loss was not computed exactly once for every sample .*\(0 steps\)$", said[0]
-    )
+    text = refused(stand_in, host, "their own loss")
+    assert re.match(r"HostLossError: megatron_pg's loss was not computed exactly once .*\(0 steps\)$", text)
 
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_trainer_that_copies_its_samples_stops_on_every_rank(stand_in, host):
     """miles' own hook plans a rollout in its first step, so copies show in the second."""
-    for said in stand_in[host]["refused"]["copied tokens"]:
-        assert re.match(r"HostLossError: .*has copied the samples' tokens.*\([01] steps\)$", said)
+    for text in stand_in[host]["refused"]["copied tokens"]:
+        assert re.match(r"HostLossError: .*has copied the samples' tokens.*\([01] steps\)$", text)
 
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_model_that_bypasses_the_float32_head_stops_every_rank_before_the_optimizer_moves(stand_in, host):
-    said = stand_in[host]["refused"]["bypassed head"]
-    assert len(set(said)) == 1
-    assert re.match(
-        r"ScheduleError: --fp32-lm-head and --pg-fused-head replace the product.*\(rank 1, 1 ranks\).*\(0 steps\)$",
-        said[0],
+    expected = (
+        r"ScheduleError: --fp32-lm-head and --pg-fused-head replace the product.*\(rank 1, 1 ranks\).*\(0 steps\)$"
     )
+    assert re.match(expected, refused(stand_in, host, "bypassed head"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_of_terms_in_their_own_code_are_too(slime, miles, layout):
-    for found, host in ((slime, "slime"), (miles, "miles")):
-        assert max(_run(found, host)[layout]["terms"].values()) < LIMIT
-
-
-@pytest.mark.proof("Hosts: slime's own code, from samples to gradients on 2 real ranks, equals plain loops")
-def test_gradients_in_slime_are_those_of_plain_loops(slime, evidence):
-    errors(_run(slime, "slime"), evidence)
-
-
-@pytest.mark.proof("Hosts: miles' own code, from samples to gradients on 2 real ranks, equals plain loops")
-def test_gradients_in_miles_are_those_of_plain_loops(miles, evidence):
-    errors(_run(miles, "miles"), evidence)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_of_padded_rows_are_too(stand_in, layout):
-    found = stand_in["miles"][layout]["padded"].values()
-    assert len(found) == 3
-    assert max(found) < LIMIT
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_of_padded_rows_in_miles_are_too(miles, layout):
-    assert max(_run(miles, "miles")[layout]["padded"].values()) < LIMIT
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_hosts_own_default_and_ours_are_one_loss(slime, miles, layout):
-    """So that a user can switch without a jump."""
-    for found, host in ((slime, "slime"), (miles, "miles")):
-        assert _run(found, host)[layout]["jump"] < LIMIT
-
-
-@_KNOWN
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("host", HOSTS)
-def test_metrics_are_those_of_one_process_on_the_same_samples(stand_in, host, layout):
-    compare(stand_in[host][layout]["metrics"], without=_UNKNOWN[host])
-
-
-@_KNOWN
-def test_metrics_in_their_own_code_are_too(slime, miles):
-    for found, host in ((slime, "slime"), (miles, "miles")):
-        for layout in LAYOUTS:
-            compare(_run(found, host)[layout]["metrics"], without=_UNKNOWN[host])
-
-
-def _run(found: dict | None, host: str) -> dict:
-    if found is None:
-        pytest.skip(f"needs a checkout of {host}: make prove HOSTS=FOLDER, or {host.upper()} in the environment")
-    return found
-
-
+# Metrics that miles cannot have: its trainer has no rewards.
 _REWARDS = {"reward", "reward_std", "max_reward", "min_reward", "num_rewards", "zero_variance_fraction"}
-_UNKNOWN = {"slime": set(), "miles": _REWARDS}  # miles has no reward in its trainer
 
 
 def compare(logged: list[dict], without: set[str]) -> None:

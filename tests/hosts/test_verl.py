@@ -283,7 +283,7 @@ REFUSED = [
         "actor.loss_scale_factor is null, so verl divides each micro-batch",
     ),
     ({}, {"clip_ratio_low": 1.5}, "actor.clip_ratio_low must be between 0 and 1"),
-    ({}, {"use_kl_loss": True, "kl_loss_type": "k3+"}, "actor.kl_loss_type=k3+ has no estimator of ours"),
+    ({}, {"use_kl_loss": True, "kl_loss_type": "k3+"}, "actor.kl_loss_type=k3+ has no estimator in megatron_pg"),
     ({}, {"calculate_sum_pi_squared": True}, "actor.calculate_sum_pi_squared was not run"),
     ({}, {"mtp": True}, "model.mtp.enable was not run"),
     ({}, {"engine": {"dynamic_context_parallel": True}}, "megatron.dynamic_context_parallel was not run"),

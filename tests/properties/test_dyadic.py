@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-import oracle
+import numpy as np
 import pytest
+import step_oracle
 import torch
+from step_oracle import Document
 from torch import Tensor
 
 from megatron_pg.cp_utils import padded_length, zigzag_index
@@ -33,11 +35,9 @@ class DyadicStep:
 
     def exact(self, mode: str) -> float:
         """Σ w·ℓ by the oracle's denominators, in fractions."""
-        samples = [
-            oracle.OracleSample([], [1] * count, [], [], [], rollout, prompt)
-            for count, rollout, prompt in self.table.tolist()
-        ]
-        deltas = oracle.denominators(samples, mode, DIVISOR)
+        nothing, rows = np.empty(0), self.table.tolist()
+        documents = [Document(nothing, nothing, nothing, rollout_id=r, prompt_id=p) for _, r, p in rows]
+        deltas = step_oracle.denominators(documents, [count for count, *_ in rows], mode, DIVISOR)
         sums = [sum(map(Fraction, losses.tolist())) for losses in self.losses]
         return float(sum(total / Fraction(delta) for total, delta in zip(sums, deltas, strict=True)))
 

@@ -9,17 +9,17 @@ import functools
 import random
 from collections import Counter
 
-import objective_oracle
 import pytest
 import simulation
 import term_cases
 import torch
 from compare import metrics_error, same_bits
 from head_simulation import through_the_fused_head  # noqa: F401, a fixture
-from objective_oracle import KL_ESTIMATORS
 from simulation import Layout
-from term_cases import Case, Flags
-from term_oracle import Term
+from step_cases import CUSTOM, StepCase, worst_of
+from step_oracle import Settings, Term
+from term_cases import case_of, live_rows
+from token_oracle import KL_ESTIMATORS
 
 from megatron_pg.batch import pack
 from megatron_pg.plan.plan import StepPlan, plan_step
@@ -45,24 +45,10 @@ pytestmark = pytest.mark.usefixtures("rank_zero")
 
 
 @functools.cache
-def drawn(layout: Layout, block: int) -> list[Case]:
+def drawn(layout: Layout, block: int) -> list[StepCase]:
     """20 cases for a layout."""
     rng = random.Random(f"loss terms {layout} {block}")
     return [term_cases.random_case(rng) for _ in range(20)]
-
-
-def worst_of(found: list[Case], layout: Layout, rng: random.Random) -> float:
-    """Worst error of the cases in a layout; what misses the limit is named."""
-    outcomes = simulation.run_steps([case.step(layout, rng) for case in found], layout)
-    errors = [case.errors(outcome) for case, outcome in zip(found, outcomes, strict=True)]
-    bad = {
-        f"{layout} case {i}, {subject}": (error, found[i].flags)
-        for i, own in enumerate(errors)
-        for subject, error in own.items()
-        if not error <= LIMIT
-    }
-    assert not bad, bad
-    return max(max(own.values()) for own in errors)
 
 
 @pytest.mark.proof(
@@ -72,7 +58,7 @@ def worst_of(found: list[Case], layout: Layout, rng: random.Random) -> float:
 def test_loss_gradients_and_sums_of_every_term_equal_the_oracle(layout, full, evidence):
     for block in range(FULL[layout.world_size] // 20 if full else 1):
         found = drawn(layout, block)
-        evidence(cases=len(found), worst=worst_of(found, layout, random.Random(block)), tolerance=LIMIT)
+        evidence(cases=len(found), worst=worst_of(found, layout, random.Random(block), LIMIT), tolerance=LIMIT)
 
 
 @pytest.mark.proof("Fused head: loss terms over layouts, float64: within 1e-12 of the oracle")
@@ -81,7 +67,7 @@ def test_loss_gradients_and_sums_of_every_term_equal_the_oracle(layout, full, ev
 def test_the_fused_head_equals_the_oracle(layout, full, evidence):
     for block in range(5 if full else 1):
         found = drawn(layout, block)[: 20 if full else 3]
-        evidence(cases=len(found), worst=worst_of(found, layout, random.Random(block)), tolerance=LIMIT)
+        evidence(cases=len(found), worst=worst_of(found, layout, random.Random(block), LIMIT), tolerance=LIMIT)
 
 
 @pytest.mark.proof(
@@ -93,22 +79,23 @@ def test_a_teachers_whole_vocabulary_equals_the_oracle(layout, full, evidence):
     """1,000 of them in the full tier."""
     for block in range(25 if full else 1):
         rng = random.Random(f"whole {layout} {block}")
-        found = [term_cases.random_case(rng, terms=term_cases.whole_terms(rng)) for _ in range(5)]
-        evidence(cases=len(found), worst=worst_of(found, layout, rng), tolerance=LIMIT)
+        found = [term_cases.random_case(rng, terms=term_cases.full_terms(rng)) for _ in range(5)]
+        evidence(cases=len(found), worst=worst_of(found, layout, rng, LIMIT), tolerance=LIMIT)
 
 
-def what_occurs(case: Case) -> set[str]:
-    flags, terms = case.flags, case.wanted.terms
+def what_occurs(case: StepCase) -> set[str]:
+    asked, wanted = case.asked, case.wanted.terms
     masks = [
-        {name: mask for name in flags.names_of_tokens if (mask := s.mask_of(name)) is not None} for s in case.samples
+        {name: mask for name in term_cases.names_of_tokens(asked) if (mask := s.mask_of(name)) is not None}
+        for s in case.samples
     ]
     rollouts = Counter(rollout for rollout, _ in {(s.rollout_id, s.term) for s in case.samples})
-    of_policy = terms.get("rl")
-    is_kept = flags.expected.denominator == "kept"
+    of_policy = wanted.get("rl")
+    is_kept = asked.denominator == "kept"
     found = {
-        "no objective": not flags.has_policy,
+        "no objective": not asked.has_policy,
         "no token of the objective": of_policy is not None and not of_policy.num_tokens,
-        "no token of a loss term": any(not own.num_tokens for own in terms.values()),
+        "no token of a loss term": any(not own.num_tokens for own in wanted.values()),
         "a token of two loss terms": any(sum(m.int() for m in own.values()).max() > 1 for own in masks if own),
         "a loss term trains what the mask of the sample masks": any(
             (mask & ~s.loss_mask).any() for s, own in zip(case.samples, masks, strict=True) for mask in own.values()
@@ -118,17 +105,17 @@ def what_occurs(case: Case) -> set[str]:
         ),
         "a rollout in two loss terms": any(n > 1 and rollout is not None for rollout, n in rollouts.items()),
         "a sample without advantages": any(s.advantages is None for s in case.samples),
-        "a loss term of weight 0": bool(flags.dropped),
-        "live": flags.expected.denominator == "live" and any(t.tokens == "rl" for t in flags.terms),
-        "kept, with rejections": is_kept and any(t.tokens == "rl" for t in flags.terms),
-        "kept, beside other tokens": is_kept and any(t.tokens != "rl" for t in flags.terms),
-        "the weights of the objective": any(t.aggregation == "policy" for t in flags.terms),
-        "a custom reducer": flags.has_root_length and flags.has_policy,
-        "its weights": flags.has_root_length and any(t.aggregation == "policy" for t in flags.terms),
-        "one loss per sequence": flags.expected.objective == "gspo" and flags.has_policy,
-        "KL and entropy terms": {"kl", "entropy"} <= terms.keys(),
-        "per token": flags.expected.per_token,
-        "not per token": not flags.expected.per_token,
+        "a loss term of weight 0": any(term.weight == 0 for term in asked.terms),
+        "live": asked.denominator == "live" and any(t.tokens == "rl" for t in asked.terms),
+        "kept, with rejections": is_kept and any(t.tokens == "rl" for t in asked.terms),
+        "kept, beside other tokens": is_kept and any(t.tokens != "rl" for t in asked.terms),
+        "the weights of the objective": any(t.aggregation == "policy" for t in asked.terms),
+        "a custom reducer": asked.aggregation == CUSTOM and asked.has_policy,
+        "its weights": asked.aggregation == CUSTOM and any(t.aggregation == "policy" for t in asked.terms),
+        "one loss per sequence": asked.objective == "gspo" and asked.has_policy,
+        "KL and entropy terms": {"kl", "entropy"} <= wanted.keys(),
+        "per token": asked.per_token,
+        "not per token": not asked.per_token,
     }  # fmt: skip
     return {name for name, occurs in found.items() if occurs}
 
@@ -147,12 +134,12 @@ def planned(samples: list[Sample], loss: LossSettings) -> tuple[StepPlan, dict]:
     return step.plan, step.fields[0]
 
 
-def of_policy(case: Case) -> tuple[list[Sample], list[int]]:
+def of_policy(case: StepCase) -> tuple[list[Sample], list[int]]:
     indices = [i for i, sample in enumerate(case.samples) if sample.term == "rl"]
     return [case.samples[i] for i in indices], indices
 
 
-def many(blocks: int) -> list[Case]:
+def many(blocks: int) -> list[StepCase]:
     return [case for layout in LAYOUTS for block in range(blocks) for case in drawn(layout, block)]
 
 
@@ -161,10 +148,10 @@ def test_the_objective_counts_its_own_samples_as_if_there_were_no_others(full, e
     seen = cases = 0
     for case in many(8 if full else 1):
         samples, indices = of_policy(case)
-        if not case.flags.has_policy or not any(sample.num_trained for sample in samples):
+        if not case.asked.has_policy or not any(sample.num_trained for sample in samples):
             continue
         seen += 1
-        loss = case.flags.loss
+        loss = case.loss
         alone = dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, further=()))
         plan, _ = planned(case.samples, loss)
         found, wanted = plan.denominators[indices], planned(samples, alone)[0]
@@ -192,17 +179,18 @@ def test_the_objective_counts_its_own_samples_as_if_there_were_no_others(full, e
 def test_a_term_that_is_removed_changes_no_bit_of_what_the_others_weigh(full, evidence):
     rng, seen = random.Random("removed"), 0
     for case in many(8) if full else many(1)[::2]:
-        removed = rng.choice(case.flags.terms)
-        flags = without(case.flags, removed)
+        removed = rng.choice([term for term in case.asked.terms if term.weight])
+        asked = without(case.asked, removed)
         rest = [i for i, s in enumerate(case.samples) if s.term != removed.name or s.masks]
         samples = [strip(case.samples[i], removed.name) for i in rest]
-        if any(t.on == removed.name for t in flags.terms) or not any(term_cases.live_rows(flags, s) for s in samples):
+        if any(t.on == removed.name for t in asked.terms) or not any(live_rows(asked, s) for s in samples):
             continue
         seen += 1
-        _, before = planned(case.samples, case.flags.loss)
-        _, dropped = planned(case.samples, flags.loss)
-        _, away = planned(samples, flags.loss)
-        lengths, names = [s.response_length for s in case.samples], [t.name for t in flags.terms]
+        _, before = planned(case.samples, case.loss)
+        loss = term_cases.loss_of(asked)
+        _, dropped = planned(case.samples, loss)
+        _, away = planned(samples, loss)
+        lengths, names = [s.response_length for s in case.samples], [t.name for t in asked.terms if t.weight]
         for name in ["weights", *(f"{n}.{kind}" for n in names for kind in ("weights", "mask"))]:
             assert (name in before) == (name in dropped) == (name in away), name
             if before.get(name) is None:
@@ -213,12 +201,12 @@ def test_a_term_that_is_removed_changes_no_bit_of_what_the_others_weigh(full, ev
     evidence(cases=seen)
 
 
-def without(flags: Flags, removed: Term) -> Flags:
-    """The flags with the loss term's weight at 0, so that samples may still name it."""
-    terms = tuple(term for term in flags.terms if term != removed)
-    dropped = (dataclasses.replace(removed, weight=0.0),) if removed.on is None else ()
-    floor = flags.tail_floor if term_cases.have_tail(terms) else None
-    return dataclasses.replace(flags, terms=terms, dropped=(*flags.dropped, *dropped), tail_floor=floor)
+def without(asked: Settings, removed: Term) -> Settings:
+    """The settings with the term's weight at 0, so that samples may still name it."""
+    terms = [term for term in asked.terms if term != removed]
+    terms += [dataclasses.replace(removed, weight=0.0)] if removed.on is None else []
+    floor = asked.tail_floor if term_cases.have_tail([t for t in terms if t.weight]) else term_cases.USUAL_FLOOR
+    return dataclasses.replace(asked, terms=tuple(terms), tail_floor=floor)
 
 
 def strip(sample: Sample, term: str) -> Sample:
@@ -237,12 +225,14 @@ def silenced(sample: Sample, term: str) -> Sample:
 def test_weight_0_changes_no_bit_of_a_step_whose_mask_is_0(layout, full, evidence):
     rng = random.Random(f"weight 0 {layout}")
     off = Term("off", "ce", 0.0)
-    cases = [term_cases.random_case(rng, dropped=(off,)) for _ in range(60 if full else 6)]
-    cases = [case for case in cases if not any(term.on == "off" for term in case.flags.terms)]
+    cases = []
+    while len(cases) < (60 if full else 6):
+        terms = term_cases.random_terms(rng, has_policy=True)
+        cases.append(term_cases.random_case(rng, terms=(*terms, off), has_policy=True))
     steps = []
     for case in cases:
-        terms = (*case.flags.terms, dataclasses.replace(off, weight=rng.choice([0.5, 1e6])))
-        with_weight = dataclasses.replace(case.flags, terms=terms, dropped=()).loss
+        terms = (*case.asked.terms[:-1], dataclasses.replace(off, weight=rng.choice([0.5, 1e6])))
+        with_weight = term_cases.loss_of(dataclasses.replace(case.asked, terms=terms))
         step = case.step(layout, rng)
         masked = dataclasses.replace(step, samples=[silenced(sample, "off") for sample in case.samples])
         steps += [step, masked, dataclasses.replace(masked, loss=with_weight)]
@@ -260,20 +250,18 @@ def test_weight_0_changes_no_bit_of_a_step_whose_mask_is_0(layout, full, evidenc
 # ---- One loss term in the place of another ----
 
 
-def of_terms(case: Case, *terms: Term, **fields) -> Case:
+def of_terms(case: StepCase, *terms: Term, **fields) -> StepCase:
     samples = [
         dataclasses.replace(s, **{n: values[i] for n, values in fields.items()}) for i, s in enumerate(case.samples)
     ]
-    return Case(samples, case.logits, dataclasses.replace(case.flags, terms=terms, dropped=()))
+    return case_of(samples, case.logits, dataclasses.replace(case.asked, terms=terms))
 
 
-def plain_case(rng: random.Random) -> Case:
+def plain_case(rng: random.Random) -> StepCase:
     """One whose samples are all of the objective, with all fields."""
-    expected = objective_oracle.Settings(temperature=0.7)
+    plain = {name: value for name, value in vars(Settings(temperature=0.7)).items() if name != "objective"}
     reads = (Term("r", "kl", on="rl", estimator="k3"), Term("t", "opd", on="rl"))
-    return term_cases.random_case(
-        rng, expected=expected, terms=reads, dropped=(), has_policy=True, has_root_length=False
-    )
+    return term_cases.random_case(rng, objective="grpo", **(plain | {"terms": reads}))
 
 
 @pytest.mark.parametrize("estimator", sorted(KL_ESTIMATORS))
@@ -286,7 +274,7 @@ def test_with_the_reference_for_a_teacher_distillation_is_the_kl_term(estimator,
     opd = of_terms(case, Term("t", "opd", **options), teacher_logprobs=teachers)
     kl = of_terms(case, Term("t", "kl", **options), teacher_logprobs=[None] * len(teachers))
     step = opd.step(layout, rng)
-    other = dataclasses.replace(step, samples=kl.samples, loss=kl.flags.loss)
+    other = dataclasses.replace(step, samples=kl.samples, loss=kl.loss)
     found, wanted = simulation.run_steps([step, other], layout)
     assert same_bits(found.gradients, wanted.gradients)
     assert found.metrics == wanted.metrics
@@ -297,12 +285,11 @@ def test_with_the_reference_for_a_teacher_distillation_is_the_kl_term(estimator,
 def test_a_teacher_that_is_the_student_teaches_nothing(layout):
     rng = random.Random(f"student {layout}")
     case = plain_case(rng)
-    flags = dataclasses.replace(case.flags, has_policy=False)
-    own = [student_logprobs(*each, flags.expected.temperature) for each in zip(case.samples, case.logits, strict=True)]
+    silent = dataclasses.replace(case, asked=dataclasses.replace(case.asked, has_policy=False))
+    own = [student_logprobs(*each, case.asked.temperature) for each in zip(case.samples, case.logits, strict=True)]
     term = Term("t", "opd", on="rl", aggregation="token_mean")
     taught, other = (
-        of_terms(Case(case.samples, case.logits, flags), term, teacher_logprobs=[shift + values for values in own])
-        for shift in (0.0, -1.0)
+        of_terms(silent, term, teacher_logprobs=[shift + values for values in own]) for shift in (0.0, -1.0)
     )
     step = taught.step(layout, rng)
     steps = [step, dataclasses.replace(step, samples=other.samples)]
@@ -334,7 +321,7 @@ def test_what_a_term_reads_of_a_member_must_be_there(value, message):
     """At tokens that the sample's own mask leaves out, so that the sample by itself may hold anything there."""
     rng = random.Random(7)
     while True:
-        case = term_cases.random_case(rng, terms=(Term("t", "opd", 0.5),), dropped=())
+        case = term_cases.random_case(rng, terms=(Term("t", "opd", 0.5),))
         found = [i for i, s in enumerate(case.samples) if "t" in s.masks and (s.masks["t"] & ~s.loss_mask).any()]
         if found:
             break
@@ -343,7 +330,7 @@ def test_what_a_term_reads_of_a_member_must_be_there(value, message):
     values = None if value is None else torch.where(further, value, sample.teacher_logprobs)
     samples[found[0]] = dataclasses.replace(sample, teacher_logprobs=values)
     with pytest.raises(ValueError, match=message):
-        planned(samples, case.flags.loss)
+        planned(samples, case.loss)
 
 
 @pytest.mark.parametrize("kind", ["ce", "entropy", "opd"])
@@ -351,7 +338,7 @@ def test_a_loss_of_a_term_that_is_not_finite_stops_the_step(kind):
     """The check that looks at tokens of the objective looks at those of loss terms too."""
     rng = random.Random(kind)
     while True:
-        case = term_cases.random_case(rng, terms=(Term("t", kind),), dropped=())
+        case = term_cases.random_case(rng, terms=(Term("t", kind),))
         of_term = [i for i, s in enumerate(case.samples) if s.term == "t" and s.num_trained]
         if of_term:
             break
@@ -359,7 +346,7 @@ def test_a_loss_of_a_term_that_is_not_finite_stops_the_step(kind):
     position = len(sample.tokens) - sample.response_length - 1 + int(sample.loss_mask.nonzero()[0])
     logits[of_term[0]] = logits[of_term[0]].clone()
     logits[of_term[0]][position] = torch.nan
-    found = simulation.run_step(case.samples, logits, LAYOUTS[-1], case.flags.loss, rng)
+    found = simulation.run_step(case.samples, logits, LAYOUTS[-1], case.loss, rng)
     assert found.num_nonfinite == 1
 
 
@@ -368,8 +355,8 @@ def test_a_micro_batch_without_a_token_of_a_term_needs_none_of_its_fields(layout
     """Here every sample has a micro-batch or rank of its own."""
     rng, cases = random.Random(f"fields {layout}"), []
     while len(cases) < 4:
-        case = term_cases.random_case(rng, terms=(Term("t", "opd", 0.5),), dropped=())
-        lacks = {sample.teacher_logprobs is None for sample in case.samples if term_cases.live_rows(case.flags, sample)}
+        case = term_cases.random_case(rng, terms=(Term("t", "opd", 0.5),))
+        lacks = {sample.teacher_logprobs is None for sample in case.samples if live_rows(case.asked, sample)}
         if lacks == {True, False}:
             cases.append(case)
     steps = []
@@ -387,9 +374,9 @@ def test_a_micro_batch_of_another_term_needs_nothing_of_the_correction():
     """opsm reads the engine's log-probabilities inside the loss; the samples of cross-entropy have none."""
     rng, layout = random.Random("opsm"), Layout(microbatches=2)
     while True:
-        case = term_cases.random_case(rng, terms=(Term("sft", "ce", 0.5),), dropped=(), has_policy=True)
+        case = term_cases.random_case(rng, terms=(Term("sft", "ce", 0.5),), has_policy=True)
         lacks = [sample.rollout_logprobs is None for sample in case.samples]
-        if case.flags.expected.correction == "opsm" and {*lacks} == {True, False}:
+        if case.asked.correction == "opsm" and {*lacks} == {True, False}:
             break
     cells = [[[i for i, each in enumerate(lacks) if each == lacking] for lacking in (True, False)]]
     (found,) = simulation.run_steps([dataclasses.replace(case.step(layout, rng), cells=cells)], layout)

@@ -5,13 +5,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import cases
-import oracle
 import pytest
 import simulation
-from cases import CONTRACTS, Case, random_case
 from compare import gradient_error, same_bits, scalar_error
 from simulation import Layout, Outcome, Step
+from step_cases import CONTRACTS, CUSTOM, StepCase, random_case
 
 from megatron_pg.declarations.choices import METRIC_LEVELS
 from megatron_pg.metrics import Reduction
@@ -28,7 +26,7 @@ LAYOUTS = [
 class Change:
     """A case, two steps made of it, and what the second must be in terms of the first."""
 
-    case: Case
+    case: StepCase
     before: Step
     after: Step
     factor: float = 1.0  # loss and gradient afterwards over those before
@@ -37,7 +35,7 @@ class Change:
     exact: bool = False  # to the last bit
 
 
-RELATIONS: dict[str, Callable[[Case, Layout, random.Random], Change | None]] = {}
+RELATIONS: dict[str, Callable[[StepCase, Layout, random.Random], Change | None]] = {}
 
 
 def relation(function):
@@ -46,8 +44,8 @@ def relation(function):
     return function
 
 
-def same_cut(case: Case, step: Step) -> Step:
-    return Step(case.samples, case.logits, case.settings, step.cells)
+def same_cut(case: StepCase, step: Step) -> Step:
+    return Step(case.samples, case.logits, case.loss, step.cells)
 
 
 @relation
@@ -74,7 +72,7 @@ def prompts_split_over_ranks(case, layout, rng):
     for i, sample in enumerate(case.samples):
         rng.choice(whole[hash(sample.prompt_id) % layout.data]).append(i)
         rng.choice(split[i % layout.data]).append(i)
-    steps = (Step(case.samples, case.logits, case.settings, cells) for cells in (whole, split))
+    steps = (Step(case.samples, case.logits, case.loss, cells) for cells in (whole, split))
     return Change(case, *steps)
 
 
@@ -87,10 +85,11 @@ def doubled_advantages(case, layout, rng):
 
 @relation
 def doubled_divisor(case, layout, rng):
-    if case.aggregation != "constant":
+    if case.asked.aggregation != "constant":
         return None
     before = case.step(layout, rng)
-    doubled = dataclasses.replace(case, divisor=2 * case.divisor)
+    asked = dataclasses.replace(case.asked, divisor=2 * case.asked.divisor)
+    doubled = StepCase.of(case.samples, case.logits, asked)
     return Change(case, before, same_cut(doubled, before), factor=0.5, exact=True)
 
 
@@ -105,11 +104,11 @@ def dropped_masked_sample(case, layout, rng):
     return Change(case, case.step(layout, rng), rest.step(layout, rng), factor=units(case) / units(rest), kept=kept)
 
 
-def units(case: Case) -> int:
+def units(case: StepCase) -> int:
     """What the aggregation averages over, and so what dropping a sample may change."""
-    if case.aggregation == "token_mean" or (case.aggregation == cases.CUSTOM and case.per_token):
+    if case.asked.aggregation == "token_mean" or (case.asked.aggregation == CUSTOM and case.asked.per_token):
         return 1
-    kind = "prompt_id" if case.aggregation == "prompt_mean" else "rollout_id"
+    kind = "prompt_id" if case.asked.aggregation == "prompt_mean" else "rollout_id"
     return len({getattr(sample, kind) for sample in case.samples})
 
 
@@ -126,7 +125,7 @@ def check(change: Change, before: Outcome, after: Outcome) -> float:
     """The error of the gradient; asserts that loss and gradient answer as they must."""
     kept = range(len(change.case.samples)) if change.kept is None else change.kept
     expected = [change.factor * before.gradients[i] for i in kept]
-    scale = change.factor * oracle.weighted_absolute(change.case.expected, **change.case.oracle_settings)
+    scale = change.factor * change.case.wanted.magnitude
     if change.exact:
         assert same_bits(after.gradients, expected)
         assert after.metrics["pg_loss"] == change.factor * before.metrics["pg_loss"]
@@ -156,7 +155,7 @@ def test_loss_and_gradient_answer_to_the_change_as_they_must(name, layout, full,
 def test_a_masked_sample_counts_in_the_means_that_count_rollouts_and_prompts():
     """Control: dropping one does change them, by the factor that `units` says."""
     found = changes("dropped_masked_sample", LAYOUTS[0], 60, random.Random(0))
-    changed = {change.case.aggregation for change in found if change.factor != 1.0}
+    changed = {change.case.asked.aggregation for change in found if change.factor != 1.0}
     assert {"sample_mean", "prompt_mean", "constant"} <= changed
     assert "token_mean" not in changed
 

@@ -7,15 +7,13 @@ correctness and partition invariance in one.
 import dataclasses
 import random
 
-import cases
-import objective_cases
-import objective_oracle as oracle
 import pytest
 import simulation
 import torch
 from compare import gradient_error
 from head_simulation import through_the_fused_head  # noqa: F401, a fixture
 from simulation import Layout
+from step_cases import StepCase, random_objective_case, root_length_reducer, worst_of
 
 from megatron_pg.declarations.objectives import OBJECTIVES
 
@@ -34,17 +32,13 @@ LIMIT = 1e-12
 
 
 def worst_over_layouts(objective: str, count: int, seed: str = "") -> float:
-    """Worst error of `count` random cases in every layout; each that misses the limit is named."""
-    worst = 0.0
+    """Worst error of `count` random cases in every layout."""
+    errors = []
     for layout in LAYOUTS:
         rng = random.Random(f"{objective}{layout}{seed}")
-        found = [objective_cases.random_case(rng, objective) for _ in range(count)]
-        outcomes = simulation.run_steps([case.step(layout, rng) for case in found], layout)
-        errors = [case.error(outcome) for case, outcome in zip(found, outcomes, strict=True)]
-        bad = {f"{layout} case {i}: {found[i].expected}": e for i, e in enumerate(errors) if not e <= LIMIT}
-        assert not bad, bad
-        worst = max(worst, *errors)
-    return worst
+        cases = [random_objective_case(rng, objective) for _ in range(count)]
+        errors.append(worst_of(cases, layout, rng, LIMIT))
+    return max(errors)
 
 
 @pytest.mark.proof(
@@ -71,28 +65,27 @@ def test_the_fused_head_equals_the_oracle_in_every_layout(objective, full, evide
 @pytest.mark.parametrize("head", [None, "through_the_fused_head"])
 def test_gspo_has_the_gradient_of_its_corrected_loss_in_every_layout(correction, low, high, head, request):
     rng = random.Random(3)  # sequences of 9, 2 and 2 trained tokens among others
-    case = objective_cases.random_case(rng, "gspo")
-    expected = dataclasses.replace(case.expected, correction=correction, correction_low=low, correction_high=high)
-    expected.denominator = "scheduled"
+    case = random_objective_case(rng, "gspo")
+    asked = dataclasses.replace(
+        case.asked, correction=correction, correction_low=low, correction_high=high, denominator="scheduled"
+    )
     both_signs = [torch.linspace(-1, 1.1, len(s.advantages)).double() for s in case.samples]  # opsm rejects by token
     samples = [dataclasses.replace(s, advantages=a) for s, a in zip(case.samples, both_signs, strict=True)]
-    case = objective_cases.Case(samples, case.logits, expected, objective_cases.settings_of(expected))
-    factors = oracle.step(objective_cases.documents(case.samples, case.logits), expected).factors
-    assert any(len(set(f[s.loss_mask.numpy()])) > 1 for f, s in zip(factors, case.samples, strict=True))
+    case = StepCase.of(samples, case.logits, asked)
+    assert any(len({*factors}) > 1 for factors in case.wanted.terms["rl"].factors if factors is not None)
     if head:
         request.getfixturevalue(head)
     for layout in LAYOUTS[4::4]:  # CP2 in padded rows, DP2 x CP2 x TP2
-        (found,) = simulation.run_steps([case.step(layout, rng)], layout)
-        assert case.error(found) <= LIMIT
+        worst_of([case], layout, rng, LIMIT)
 
 
 @pytest.mark.parametrize("objective", ["grpo", "gspo", "reinforce"])
 @pytest.mark.parametrize("per_token", [False, True])
 def test_a_custom_reducer_and_the_terms_beside_it_do_not_depend_on_the_layout(objective, per_token):
     rng = random.Random(f"{objective}{per_token}")
-    case = objective_cases.random_case(rng, objective)
-    expected = dataclasses.replace(
-        case.expected,
+    case = random_objective_case(rng, objective)
+    asked = dataclasses.replace(
+        case.asked,
         aggregation="sample_mean",
         divisor=None,
         correction="tis",
@@ -104,14 +97,14 @@ def test_a_custom_reducer_and_the_terms_beside_it_do_not_depend_on_the_layout(ob
         aux_aggregation="default",
         per_token=per_token,
     )
-    loss = dataclasses.replace(objective_cases.settings_of(expected), reducer=cases.root_length_reducer)
+    case = StepCase.of(case.samples, case.logits, asked)
+    loss = dataclasses.replace(case.loss, reducer=root_length_reducer)
     whole, *cut = (
         simulation.run_step(case.samples, case.logits, layout, loss, rng)
         for layout in (Layout(), Layout(context=4, qkv_format="bshd"), Layout(data=2, context=2, microbatches=2))
     )
-    by_oracle = oracle.step(objective_cases.documents(case.samples, case.logits), expected)
-    assert whole.metrics["kl_loss"] == pytest.approx(by_oracle.kl_loss, rel=1e-12)  # no reducer weighs it
-    assert whole.metrics["entropy_loss"] == pytest.approx(by_oracle.entropy_loss, rel=1e-12)
+    assert whole.metrics["kl_loss"] == pytest.approx(case.wanted.kl_loss, rel=1e-12)  # no reducer weighs it
+    assert whole.metrics["entropy_loss"] == pytest.approx(case.wanted.entropy_loss, rel=1e-12)
     for found in cut:
         assert gradient_error(found.gradients, whole.gradients) <= LIMIT
         assert found.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-12)

@@ -3,10 +3,10 @@
 import random
 
 import pytest
-import simulation
+import term_cases
 from head_simulation import through_the_fused_head  # noqa: F401, a fixture
-from sampling_mask_cases import random_case, random_term_case
 from simulation import Layout
+from step_cases import random_masked_case, worst_of
 
 OBJECTIVES = ("grpo", "gspo", "cispo", "dppo_kl", "reinforce", "topr", "gmpo")
 LAYOUTS = [
@@ -23,13 +23,9 @@ BOUND = 2e-12
 
 
 def worst(layout: Layout, count: int) -> float:
-    steps, known = [], []
-    for number in range(count):
-        rng = random.Random(f"{layout} {number}")
-        known.append(random_case(rng, OBJECTIVES[number % len(OBJECTIVES)]))
-        steps.append(known[-1].step(layout, rng))
-    outcomes = simulation.run_steps(steps, layout)
-    return max(case.error(found) for case, found in zip(known, outcomes, strict=True))
+    rng = random.Random(f"{layout}")
+    cases = [random_masked_case(rng, OBJECTIVES[number % len(OBJECTIVES)]) for number in range(count)]
+    return worst_of(cases, layout, rng, BOUND)
 
 
 @pytest.mark.proof(
@@ -53,9 +49,7 @@ def test_the_fused_head_too(layout, full, evidence):
 
 def worst_of_terms(layout: Layout, count: int) -> float:
     rng = random.Random(f"loss terms {layout}")
-    known = [random_term_case(rng) for _ in range(count)]
-    outcomes = simulation.run_steps([case.step(layout, rng) for case in known], layout)
-    return max(max(case.errors(found).values()) for case, found in zip(known, outcomes, strict=True))
+    return worst_of([term_cases.random_masked_case(rng) for _ in range(count)], layout, rng, BOUND)
 
 
 @pytest.mark.proof(

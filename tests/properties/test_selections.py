@@ -7,18 +7,17 @@ import dataclasses
 import random
 
 import numpy as np
-import objective_cases
 import pytest
-import selection_cases
 import selection_oracle
 import simulation
+import step_cases
 import threads
 import torch
 from head_simulation import through_the_fused_head  # noqa: F401, a fixture
 from samples import random_step
-from selection_cases import NAMES, Case
 from selection_oracle import Rule
 from simulation import Layout
+from step_cases import SELECTIONS, random_objective_case, random_selection_case, rows_of, with_keys, with_rule, worst_of
 
 from megatron_pg.batch import ContextRanks, pack
 from megatron_pg.declarations.corrections import PENALTY
@@ -41,53 +40,22 @@ RANKS = (1, 2, 3, 4)
 LIMIT = 1e-12
 
 
-def random_case(rng: random.Random, name: str, objective: str) -> Case:
-    """A case of an objective without another correction; nothing but what the choice leaves is counted in some."""
-    made = objective_cases.random_case(rng, objective)
-    samples = selection_cases.with_keys(made.samples, rng)
-    logits = [*made.logits, *(made.logits[_index(made.samples, s)] for s in samples[len(made.samples) :])]
-    rule = selection_cases.random_rule(rng, name)
-    expected = dataclasses.replace(
-        made.expected, correction="none", penalty_coef=selection_cases.BETA * (name == PENALTY), denominator="scheduled"
-    )
-    case = Case(samples, logits, expected, rule)
-    keeps = sum(s.num_trained for s in samples) > sum(int(each.sum()) for each in case.selected)
-    if name == PENALTY or not keeps:
-        return case
-    denominators = ["scheduled", "kept", *(["live"] if expected.aggregation != "token_mean" else [])]
-    return Case(samples, logits, dataclasses.replace(expected, denominator=rng.choice(denominators)), rule)
-
-
-def _index(samples, twin) -> int:
-    return next(i for i, s in enumerate(samples) if s.tokens is twin.tokens)
-
-
 @pytest.mark.proof("Corrections of the whole step over layouts, float64: loss and gradient within 1e-12 of the oracle")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SELECTIONS)
 def test_loss_and_gradient_equal_the_oracle_in_every_layout(name, full, evidence):
     number, worst = 30 if full else 3, 0.0
     for layout in LAYOUTS:
         rng = random.Random(f"{name}{layout}")
-        found = [random_case(rng, name, OBJECTIVES[i % len(OBJECTIVES)]) for i in range(number)]
-        outcomes = simulation.run_steps([case.step(layout, rng) for case in found], layout)
-        errors = [case.error(outcome) for case, outcome in zip(found, outcomes, strict=True)]
-        bad = {
-            f"{layout} case {i}: {found[i].rule}, {found[i].expected}": e
-            for i, e in enumerate(errors)
-            if not e <= LIMIT
-        }
-        assert not bad, bad
-        worst = max(worst, *errors)
+        cases = [random_selection_case(rng, name, OBJECTIVES[i % len(OBJECTIVES)]) for i in range(number)]
+        worst = max(worst, worst_of(cases, layout, rng, LIMIT))
     evidence(cases=number * len(LAYOUTS), worst=worst, tolerance=LIMIT)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SELECTIONS)
 @pytest.mark.usefixtures("through_the_fused_head")
 def test_the_fused_head_equals_the_oracle(name):
     rng, layout = random.Random(f"{name} fused"), Layout(data=2, context=2, microbatches=2)
-    found = [random_case(rng, name, objective) for objective in OBJECTIVES[:3]]
-    outcomes = simulation.run_steps([case.step(layout, rng) for case in found], layout)
-    assert max(case.error(outcome) for case, outcome in zip(found, outcomes, strict=True)) <= LIMIT
+    worst_of([random_selection_case(rng, name, objective) for objective in OBJECTIVES[:3]], layout, rng, LIMIT)
 
 
 # --- sets ---
@@ -127,13 +95,13 @@ class Selection:
 
 def random_selection(rng: random.Random, name: str) -> Selection:
     """Under `kept` where something is left."""
-    samples = selection_cases.with_keys(random_step(rng, vocabulary=3, most_tokens=24), rng)
-    rule = selection_cases.random_rule(rng, name)
-    wanted = selection_oracle.select(selection_cases.rows_of(samples), rule)
+    samples = with_keys(random_step(rng, vocabulary=3, most_tokens=24), rng)[0]
+    rule = step_cases.random_rule(rng, name)
+    wanted = selection_oracle.select(rows_of(samples), rule)
     keeps = sum(s.num_trained for s in samples) > sum(int(each.sum()) for each in wanted)
     denominator = "kept" if keeps and name != PENALTY else "scheduled"
     loss = simulation.settings("sample_mean", per_token=False, denominator=denominator)
-    return Selection(samples, selection_cases.settings_of(loss, rule), wanted)
+    return Selection(samples, with_rule(loss, rule), wanted)
 
 
 def chosen_in(
@@ -168,7 +136,7 @@ def check_choice(name: str, step: Selection, of_ranks: list) -> None:
 
 
 @pytest.mark.proof("Corrections of the whole step in random cuts over 1 to 4 ranks: the oracle's tokens, bit for bit")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SELECTIONS)
 def test_the_chosen_tokens_are_the_same_in_every_cut(name, full, evidence):
     number = 50 if full else 7  # of steps, 5 cuts each
     for ranks in RANKS:
@@ -199,9 +167,9 @@ def test_the_chosen_tokens_are_the_same_in_every_cut(name, full, evidence):
 def test_one_step_has_one_set(rule, full, evidence):
     name, number = rule.name, 500 if full else 25
     rng = random.Random(name)
-    samples = [s for _ in range(6) for s in selection_cases.with_keys(random_step(rng, vocabulary=3), rng)][:40]
-    loss = selection_cases.settings_of(simulation.settings("token_mean", per_token=True), rule)
-    step = Selection(samples, loss, selection_oracle.select(selection_cases.rows_of(samples), rule))
+    samples = [s for _ in range(6) for s in with_keys(random_step(rng, vocabulary=3), rng)[0]][:40]
+    loss = with_rule(simulation.settings("token_mean", per_token=True), rule)
+    step = Selection(samples, loss, selection_oracle.select(rows_of(samples), rule))
     assert 0 < sum(int(each.sum()) for each in step.wanted) < sum(s.num_trained for s in samples)
     cuts = [random_cut(rng, len(samples), 3) for _ in range(number)]
 
@@ -225,15 +193,12 @@ NOTHING = {
 @pytest.mark.parametrize("layout", LAYOUTS[2:4], ids=str)
 def test_a_choice_of_nothing_changes_no_bit(name, layout):
     rng = random.Random(f"{name} {layout}")
-    made = objective_cases.random_case(rng, "reinforce_is")
-    expected = dataclasses.replace(made.expected, correction="none", denominator="scheduled")
-    samples = selection_cases.with_keys(made.samples, random.Random(1))[: len(made.samples)]
-    plain = objective_cases.settings_of(expected)
+    made = random_objective_case(rng, "reinforce_is")
+    asked = dataclasses.replace(made.asked, correction="none", denominator="scheduled")
+    samples = with_keys(made.samples, random.Random(1))[0][: len(made.samples)]
+    plain = step_cases.settings_of(asked)
     cells = simulation.scatter_samples(samples, layout, rng)
-    steps = [
-        simulation.Step(samples, made.logits, loss, cells)
-        for loss in (plain, selection_cases.settings_of(plain, NOTHING[name]))
-    ]
+    steps = [simulation.Step(samples, made.logits, loss, cells) for loss in (plain, with_rule(plain, NOTHING[name]))]
     before, after = simulation.run_steps(steps, layout)
     assert after.metrics["selected_fraction"] == 0.0
     assert "selection_threshold" not in after.metrics
@@ -244,7 +209,7 @@ def test_a_choice_of_nothing_changes_no_bit(name, layout):
 def test_a_step_without_a_token_of_the_objective_trains_its_other_terms():
     """Nothing is there to be chosen, and the supervised tokens are trained as without the correction."""
     rng, layout = random.Random(5), Layout(data=2, microbatches=2)
-    made = objective_cases.random_case(rng, "reinforce_is")
+    made = random_objective_case(rng, "reinforce_is")
     samples = [dataclasses.replace(s, term="sft", old_logprobs=None, advantages=None) for s in made.samples]
     sft = LossTerm(name="sft", kind="ce", aggregation="token_mean")
     terms = dataclasses.replace(simulation.GRPO, further=(sft,))
@@ -256,7 +221,7 @@ def test_a_step_without_a_token_of_the_objective_trains_its_other_terms():
         Rule("kl_cov", fraction="0.5"),
         Rule("top_entropy", fraction="0.5"),
     ):
-        losses = (plain, selection_cases.settings_of(plain, rule))
+        losses = (plain, with_rule(plain, rule))
         steps = [simulation.Step(samples, made.logits, loss, cells) for loss in losses]
         before, after = simulation.run_steps(steps, layout)
         assert "selected_fraction" not in after.metrics
@@ -267,17 +232,15 @@ def test_the_penalised_tokens_of_one_micro_batch_are_those_of_verl():
     """Its `topk` of cov at the moving policy, which is π_old here, of max(1, int(f·T)) tokens."""
     rng = random.Random(3)
     samples = [s for _ in range(4) for s in random_step(rng, vocabulary=9)]
-    samples = [selection_cases.with_fields(s, rng, is_coarse=False) for s in samples]
+    samples = [step_cases.with_fields(s, rng, is_coarse=False) for s in samples]
     masks = torch.cat([s.loss_mask for s in samples])
     advantages, old = (torch.cat([getattr(s, name) for s in samples])[masks] for name in ("advantages", "old_logprobs"))
     cov = (advantages - advantages.mean()) * (old - old.mean())
     theirs = set(cov.topk(max(1, int(len(cov) * 0.1))).indices.tolist())
-    loss = selection_cases.settings_of(
-        simulation.settings("token_mean", per_token=True), Rule("kl_cov", fraction="0.1")
-    )
+    loss = with_rule(simulation.settings("token_mean", per_token=True), Rule("kl_cov", fraction="0.1"))
     (factors,) = PlannedStep.of(lambda: [pack(samples, qkv_format="thd")], loss, group=None).factors
     assert set(factors.penalised[masks].nonzero().flatten().tolist()) == theirs
 
 
 def test_every_correction_of_the_whole_step_is_here():
-    assert set(NAMES) == {"m2po", "clip_cov", "kl_cov", "top_entropy"}
+    assert set(SELECTIONS) == {"m2po", "clip_cov", "kl_cov", "top_entropy"}

@@ -178,7 +178,7 @@ def test_the_flag_gives_their_token_sum_and_no_second_normaliser(my_reducers, ev
     x = torch.randn(14, dtype=torch.float64)
     value = called_like_slime("megatron_pg.cp_utils.get_sum_of_sample_mean", x, per_token=True)
     evidence(cases=1, worst=error_of(value.item(), expected(x, 1.0)), tolerance=1e-12)
-    with pytest.raises(ValueError, match="choose one normaliser"):
+    with pytest.raises(ValueError, match="choose one normalizer"):
         called_like_slime("my_reducers.dr_grpo", x, per_token=True)
 
 

@@ -105,7 +105,7 @@ def test_a_rollout_file_that_would_be_missed_or_overwritten_is_a_named_error(who
     run = rewound(whole, tmp_path / "run", STOP)
     (run / "rollouts.jsonl").unlink()
     done = launch(run, "--load", str(run / "saved"), check=False)
-    assert f"rollouts.jsonl holds 0 of the 16 samples of step {STOP}, whose rollout batch was open" in done.stderr
+    assert f"rollouts.jsonl has 0 of the 16 samples of step {STOP}, whose rollout batch was open" in done.stderr
     run = rewound(whole, tmp_path / "again", STOP)
     before = (run / "rollouts.jsonl").read_bytes()
     done = launch(run, "--rollouts", str(run / "rollouts.jsonl"), check=False)

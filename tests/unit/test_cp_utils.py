@@ -265,14 +265,14 @@ def test_defaults_come_from_megatron_when_it_is_initialised_and_from_one_rank_ot
         (lambda: response_index(5, 2, "bsh", cp_rank=0, cp_size=1), "'bsh' is neither thd nor bshd"),
         (lambda: response_index(5, 2, "bshd", cp_rank=0, cp_size=1), "max_seq_len=None"),
         (lambda: response_index(5, 2, "bshd", 4, cp_rank=0, cp_size=1), "max_seq_len=4 with a bshd sample of 5"),
-        (lambda: response_index(5, 2, cp_rank=2, cp_size=2), "cp_rank=2 is no rank"),
+        (lambda: response_index(5, 2, cp_rank=2, cp_size=2), "cp_rank=2 is not a rank"),
         (lambda: response_index(5, 2, cp_rank=0), "Give both or neither"),
         (lambda: zigzag_index([6], cp_rank=0, cp_size=2), "padded_lengths[0]=6 is not a multiple of 4"),
         (lambda: get_sum_of_sample_mean([4], [2], [torch.ones(3)]), "loss_masks[0] has shape (3,)"),
         (lambda: get_sum_of_sample_mean([4, 5], [2], [torch.ones(2)]), "total_lengths has 2 entries for 1"),
         (
             lambda: get_sum_of_sample_mean([4], [2], [torch.ones(2)], True, constant_divisor=2.0),
-            "choose one normaliser, got calculate_per_token_loss, constant_divisor",
+            "choose one normalizer, got calculate_per_token_loss, constant_divisor",
         ),
         (
             lambda: get_sum_of_sample_mean([4], [2], [torch.ones(2)], [7]),
@@ -280,7 +280,7 @@ def test_defaults_come_from_megatron_when_it_is_initialised_and_from_one_rank_ot
         ),
         (
             lambda: get_sum_of_sample_mean([4], [2], [torch.ones(2)], sample_denoms=[1.0], denominators=[1.0]),
-            "choose one normaliser, got sample_denoms, denominators",
+            "choose one normalizer, got sample_denoms, denominators",
         ),
         (lambda: get_sum_of_sample_mean([4], [2], [torch.ones(2)], sample_denoms=[1.0, 2.0]), "2 denominators for 1"),
         (lambda: get_sum_of_sample_mean([4], [2], [torch.ones(2)], sample_denoms=[0.0]), "denominator 0 is 0.0"),

@@ -10,7 +10,8 @@ from typing import Any
 
 from megatron_pg.cli.runs.curves import Run, add_run_options, metrics_of, read_runs, requested_metrics
 from megatron_pg.cli.terminal import InputError, check_output, say, show_json, show_path, table, written_whole
-from megatron_pg.metrics.table import LIMITS, METRICS
+from megatron_pg.metrics.limits import LIMITS
+from megatron_pg.metrics.table import METRICS
 
 SHOWN = (
     *("reward", "reward_std", "zero_variance_fraction", "response_length", "truncated_fraction", "pg_loss", "loss"),
@@ -68,7 +69,7 @@ def red_flags(label: str, run: Run) -> list[dict[str, Any]]:
     flags = []
     for name, limit in LIMITS.items():
         curve = run.curves.get(name, {})
-        if beyond := {step: value for step, value in curve.items() if limit.is_touched(value, step)}:
+        if beyond := {step: value for step, value in curve.items() if limit.is_exceeded(value, step)}:
             worst = max(beyond.values(), key=lambda value: max(value - limit.high, limit.low - value))
             flag = {"run": label, "metric": name, "red_flag": limit.bounds, "steps": list(beyond), "of": len(curve)}
             flags.append(flag | {"worst": worst, "cause": limit.cause})

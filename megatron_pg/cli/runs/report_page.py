@@ -13,7 +13,8 @@ from plotly.offline import get_plotlyjs
 
 from megatron_pg import __version__
 from megatron_pg.cli.runs.curves import Curve, constant_range, smoothed
-from megatron_pg.metrics.table import LIMITS, METRICS
+from megatron_pg.metrics.limits import LIMITS
+from megatron_pg.metrics.table import METRICS
 
 MOST_POINTS = 4000  # drawn of one curve
 _FRAME = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))

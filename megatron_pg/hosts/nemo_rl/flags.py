@@ -1,7 +1,7 @@
 """NeMo-RL's loss options, `loss_fn` of its configuration: what our loss inherits and what it refuses.
 
 NeMo-RL's YAML files give every option a value, so a default looks like a choice. Every option that both losses have is
-inherited, and a different value of ours is an error.
+inherited, and a different value in our options is an error.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,7 +46,7 @@ _POLICY = (  # places in the configuration of the policy that must be off, and w
     ("draft.enabled", "its loss reads the logits over which this loss writes their gradient"),
 )
 _MAKES_LOGITS = "it computes the logits itself, and NeMo-RL calls a loss after its model has computed them; remove it"
-_NO_EFFECT = {  # arguments of ours: why
+_NO_EFFECT = {  # our arguments without effect: why
     "fp32_lm_head": _MAKES_LOGITS,
     "pg_fused_head": _MAKES_LOGITS,
     "pg_metrics_file": "the metrics go to NeMo-RL's logger as pg/…; remove it",

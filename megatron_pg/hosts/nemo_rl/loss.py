@@ -40,7 +40,7 @@ def checked(cfg: Any, refused: Sequence[str] = ()) -> CheckedArguments:
             "yours"
         )
         raise ArgumentError([("E70", message)])
-    found = check(
+    arguments = check(
         "NeMo-RL",
         nemo_flags.given(theirs),
         megatron={},
@@ -48,7 +48,7 @@ def checked(cfg: Any, refused: Sequence[str] = ()) -> CheckedArguments:
         refused=[*nemo_flags.refused(theirs, _defaults(cfg)), *refused],
     )
     return CheckedArguments(
-        found.args, [("NeMo-RL", _SCALING), *found.rows, ("without effect", nemo_flags.not_read(theirs))]
+        arguments.args, [("NeMo-RL", _SCALING), *arguments.rows, ("without effect", nemo_flags.not_read(theirs))]
     )
 
 
@@ -105,8 +105,10 @@ class PolicyGradientLossFn:
         context = parallel_state.get_context_parallel_group()
         tensor = parallel_state.get_tensor_model_parallel_group()
         fields = self._fields(logits, data, context)
-        total, found = microbatch_loss(_rows(logits), fields, self.settings, tensor if tensor.size() > 1 else None)
-        sums = torch.cat([total.detach().double().view(1), found.nonfinite[:1], found.partial])
+        total, diagnostics = microbatch_loss(
+            _rows(logits), fields, self.settings, tensor if tensor.size() > 1 else None
+        )
+        sums = torch.cat([total.detach().double().view(1), diagnostics.nonfinite[:1], diagnostics.partial])
         if context.size() > 1:
             torch.distributed.all_reduce(sums, group=context)
         sums = torch.cat([sums, data["sample_mask"].sum().double().view(1)])

@@ -87,7 +87,7 @@ def mismatch(data: Mapping[str, Any], rows_per_step: int, estimator: str) -> dic
     mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:].bool()
     old, rollout = (data[name][:, 1:].double() for name in ("prev_logprobs", "generation_logprobs"))
     mixture = torch.logaddexp(old, rollout) - torch.full_like(old, 2.0).log()
-    found = {
+    of_tokens = {
         "token_mult_prob_error": (rollout - old).abs().exp(),
         "gen_kl_error": calculate_kl(rollout, old, estimator, None, None),
         "policy_kl_error": calculate_kl(old, rollout, estimator, None, None),
@@ -95,7 +95,8 @@ def mismatch(data: Mapping[str, Any], rows_per_step: int, estimator: str) -> dic
         "sampling_importance_ratio": (old - rollout).exp(),
     }
     return {
-        name: [_mean_of_means(values.split(rows_per_step), mask.split(rows_per_step))] for name, values in found.items()
+        name: [_mean_of_means(values.split(rows_per_step), mask.split(rows_per_step))]
+        for name, values in of_tokens.items()
     }
 
 
@@ -106,7 +107,7 @@ def _mean_of_means(values: Sequence[Tensor], masks: Sequence[Tensor]) -> float:
 def exact(metrics: MutableMapping[str, list[float]], settings: LossSettings, plans: Sequence[StepPlan]) -> None:
     """Replace the sums of all micro-batches by metrics `pg/…`, each the mean over the call's steps.
 
-    A mean over samples is over those of all steps. Extrema are left out, and ratios of sums where there are several
+    A mean over samples is over all steps. Extrema are left out, and ratios of sums where there are several
     steps.
 
     Raises:

@@ -53,9 +53,9 @@ def inherited(args: argparse.Namespace) -> Iterator[Inherited]:
 
 def refused(args: argparse.Namespace) -> Iterator[str]:
     """Messages about flags of the host that this loss does not support."""
-    found, ours, objective = vars(args), given(args), _objective(args)
+    options, ours, objective = vars(args), given(args), _objective(args)
     for name, advice in _UNSUPPORTED.items():
-        if (value := found.get(name)) not in (None, False):
+        if (value := options.get(name)) not in (None, False):
             yield f"{flag_of(name)} {'' if value is True else f'{value} '}is not supported by this loss: {advice}"
     if args.loss_type != "policy_loss":
         yield f"--loss-type {args.loss_type} is another loss; remove it, or remove this one"
@@ -70,14 +70,14 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
             f"--eps-clip {args.eps_clip} --eps-clip-high {args.eps_clip_high} have no effect with --pg-objective "
             f"{objective}; remove them"
         )
-    if args.use_kl_loss and found.get("use_unbiased_kl") and args.kl_loss_type == "k2":
+    if args.use_kl_loss and options.get("use_unbiased_kl") and args.kl_loss_type == "k2":
         yield "--use-unbiased-kl with --kl-loss-type k2 has no estimator here; use k1 or k3"
     if ours.get("pg_kl_coef") and not args.use_kl_loss:
         yield (
             f"--pg-kl-coef {ours['pg_kl_coef']:g} needs the reference's log-probabilities, which the host computes "
             "under --use-kl-loss only; add that flag"
         )
-    if found.get("use_opd") and args.opd_kl_coef and _distills(ours):
+    if options.get("use_opd") and args.opd_kl_coef and _distills(ours):
         yield (
             f"--opd-kl-coef {args.opd_kl_coef:g} puts the teacher into the advantages, and --pg-term …:opd into the "
             "loss; give --opd-kl-coef 0, or it counts twice"

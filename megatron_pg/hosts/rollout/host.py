@@ -97,16 +97,16 @@ class RolloutHost:
         declared, loss = self.declaration, f"megatron_pg.{self.declaration.name}.loss"
         if self.trainer is not None and vars(args).get("custom_loss_function_path") == loss:
             return
-        found = self.checked(args)
+        arguments = self.checked(args)
         for path, parameters in declared.signatures.items():
             check_signature(declared.version, path, parameters)
         self._log = first_of(declared.version, declared.logs, ("args", "metrics", "step_key"))
         from megatron_pg.hosts.log import HostLog
         from megatron_pg.hosts.rollout.trainer import SCALING, RolloutTrainer, is_writer
 
-        settings, rows = start(declared.name, found, scaling=SCALING, says=is_writer())
-        log = HostLog(settings, rows, found.args.pg_metrics_file, self._to_host(args)) if is_writer() else None
-        self.terms = Facts(found.args).own_tokens
+        settings, rows = start(declared.name, arguments, scaling=SCALING, says=is_writer())
+        log = HostLog(settings, rows, arguments.args.pg_metrics_file, self._to_host(args)) if is_writer() else None
+        self.terms = Facts(arguments.args).terms_of_samples
         self.trainer = RolloutTrainer(settings, log, per_token=args.calculate_per_token_loss)
         users = {name: vars(args).get(name) for name in self._hooks} | vars(args).get(_USERS, {})
         setattr(args, _USERS, {name: path for name, path in users.items() if path not in (None, self._hooks[name])})

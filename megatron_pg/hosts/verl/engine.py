@@ -128,7 +128,7 @@ class PolicyGradientEngine(_Theirs):
         if getattr(function, "__name__", "") != "ppo_loss" or given.get("config") is not self._actor:
             raise StepPlanError(
                 f"verl trains with {getattr(function, '__name__', function)} of a configuration that the engine was "
-                "not built from, so its flags would be lost; use the actor of verl's PPO trainer, without distillation"
+                "not built from, and its flags have no effect; use the actor of verl's PPO trainer, without distillation"
             )
         get = attribute("verl.utils.tensordict_utils:get")
         if self._settings.plan_rule.needs_prompt_ids and not get(data, "update_lr_scheduler", True):

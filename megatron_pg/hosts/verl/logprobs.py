@@ -30,8 +30,8 @@ class Logprobs:
         rows = logits.flatten(0, -2)
         vocabulary = self._vocabulary(rows.shape[1], tp_group)
         logprobs, entropy = label_logprobs(rows, label.flatten(), vocabulary, impl=self._settings.impl)
-        found = {"log_probs": logprobs.view(label.shape)}
-        return found | ({"entropy": entropy.view(label.shape)} if calculate_entropy else {})
+        outputs = {"log_probs": logprobs.view(label.shape)}
+        return outputs | ({"entropy": entropy.view(label.shape)} if calculate_entropy else {})
 
     def linear_cross_entropy(
         self,

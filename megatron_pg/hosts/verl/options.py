@@ -75,7 +75,7 @@ def checked(engine: Any, model: Any, actor: Any | None) -> CheckedArguments:
 
 
 class _Loss:
-    """An actor's configuration beside our options."""
+    """An actor's configuration together with our options."""
 
     def __init__(self, actor: Any, given: Mapping[str, Any]):
         self.actor, self.given = actor, given
@@ -155,7 +155,7 @@ class _Loss:
             if (value := self._number(name)) != usual and self.numbers.get(name) not in self._reads():
                 yield f"actor.{name}={value} has no effect with {given.get('pg_objective') or mode}; remove it"
         if self.has_kl and actor.kl_loss_type not in _ESTIMATORS:
-            yield f"actor.kl_loss_type={actor.kl_loss_type} has no estimator of ours; use {', '.join(_ESTIMATORS)}"
+            yield f"actor.kl_loss_type={actor.kl_loss_type} has no estimator in megatron_pg; use {', '.join(_ESTIMATORS)}"
         for name in ("calculate_sum_pi_squared", "use_prefix_grouper"):
             if getattr(actor, name):
                 yield f"actor.{name} {_NOT_RUN}"

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_pg.declarations.one_launch import Path, path_of
+from megatron_pg.declarations.single_pass import Path, path_of
 from megatron_pg.kernels.logprobs import RowStatistics
 from megatron_pg.kernels.losses import detail_of, loss_of, reader_of
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
@@ -29,9 +29,9 @@ def triton_loss(
     trains = torch.is_grad_enabled() and logits.requires_grad
     if policy_loss.terms.reads_topk and logits.stride(0) < logits.shape[1]:
         logits = logits.contiguous()  # where ids are hidden in rows, each has its own
-    if trains and fits_one_launch(logits, policy_loss, vocabulary, entropy=entropy):
+    if trains and fits_single_pass(logits, policy_loss, vocabulary, entropy=entropy):
         options = {"grad_scale": grad_scale, "entropy": entropy}
-        return PolicyGradientLoss(*_OneLaunch.apply(logits, policy_loss, vocabulary, inplace, options))
+        return PolicyGradientLoss(*_SinglePass.apply(logits, policy_loss, vocabulary, inplace, options))
     fields, detail = policy_loss.fields, detail_of(policy_loss, entropy=entropy)
     if detail is None and policy_loss.row:
         targets, mask = fields.targets.contiguous(), fields.mask.contiguous()  # kernels have no strides
@@ -41,16 +41,16 @@ def triton_loss(
     return loss_of(policy_loss, outputs, vocabulary, "triton")
 
 
-def fits_one_launch(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, entropy: bool) -> bool:
-    """Whether the one-launch kernel does the work: the loss is by token, rows are whole and fit, it was tried here or agrees."""
+def fits_single_pass(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, entropy: bool) -> bool:
+    """Whether the single-pass kernel does the work: the loss is by token, rows are whole and fit, it was tried here or agrees."""
     if not policy_loss.is_by_token or vocabulary.ranks > 1 or not logits.is_cuda or not len(logits):
         return False
     path = path_on(logits.device)
     if not path.takes:
         return False
-    from megatron_pg.kernels.triton import one_launch, self_test  # an earlier Triton has no such language
+    from megatron_pg.kernels.triton import self_test, single_pass  # an earlier Triton has no such language
 
-    if not one_launch.supports(logits, vocabulary):
+    if not single_pass.supports(logits, vocabulary):
         return False
     return path.is_tried or self_test.agrees(logits, policy_loss, vocabulary, entropy=entropy)
 
@@ -61,15 +61,15 @@ def path_on(device: torch.device) -> Path:
     return path_of(torch.cuda.get_device_capability(device), triton.__version__)
 
 
-class _OneLaunch(torch.autograd.Function):
+class _SinglePass(torch.autograd.Function):
     """The gradient is made in the forward for the upstream gradient `grad_scale`, and corrected if another comes."""
 
     @staticmethod
     def forward(ctx, logits, policy_loss, vocabulary, inplace, options):
-        from megatron_pg.kernels.triton import one_launch
+        from megatron_pg.kernels.triton import single_pass
 
         gradient = logits.detach() if inplace else torch.empty_like(logits)
-        found = one_launch.loss_and_gradient(logits, gradient, policy_loss, vocabulary, **options)
+        found = single_pass.loss_and_gradient(logits, gradient, policy_loss, vocabulary, **options)
         if inplace:  # whoever saved the logits gets an error, not a wrong gradient
             torch.autograd.graph.increment_version(logits)
         ctx.gradient, ctx.grad_scale = gradient, options["grad_scale"]
@@ -85,10 +85,10 @@ class _OneLaunch(torch.autograd.Function):
                 "backward ran a second time through one grpo_loss, whose gradient was made once and handed over. "
                 "Call grpo_loss again, or use impl='torch'."
             )
-        from megatron_pg.kernels.triton import one_launch
+        from megatron_pg.kernels.triton import single_pass
 
         gradient, ctx.gradient = ctx.gradient, None
-        rescale_kernel[(4 * one_launch.multiprocessors(gradient.device),)](
+        rescale_kernel[(4 * single_pass.multiprocessors(gradient.device),)](
             gradient,
             grad_loss,
             ctx.grad_scale,

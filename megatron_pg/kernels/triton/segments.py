@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,13 +19,21 @@ BLOCK = 1024
 LOG_RATIO, ADVANTAGE, DRIFT, OWN, WEIGHT, SUMS = (tl.constexpr(i) for i in range(6))
 
 
+class SequencePointers(NamedTuple):
+    """What `surrogate_kernel` reads of sequences, tensors or in the kernel pointers."""
+
+    slots: Any  # [T] int64, S where there is no sequence
+    counts: Any  # [S] float64, trained tokens of the whole sequence, at least 1
+    sums: (
+        Any  # [5, S] float64 over the sequence: log-ratio, A, anchor minus log π, the objective's own average, weights
+    )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceFields:
-    """What `surrogate_kernel` reads of sequences."""
+    """The pointers, and what the kernel is compiled for."""
 
-    slots: Tensor  # [T] int64, S where there is no sequence
-    counts: Tensor  # [S] float64, trained tokens of the whole sequence, at least 1
-    sums: Tensor  # [5, S] float64 over the whole sequence: log-ratio, A, anchor minus log π, what the objective averages, weights
+    pointers: SequencePointers
     constants: dict[str, Any]
 
 
@@ -43,7 +51,9 @@ def sequence_fields(policy_loss: PolicyLoss, logprobs: Tensor) -> SequenceFields
     if count:
         _sum(policy_loss, logprobs, sums, constants)
     sequences.over_ranks(sums)
-    return SequenceFields(sequences.slots.contiguous(), sequences.counts.contiguous(), sums, constants)
+    return SequenceFields(
+        SequencePointers(sequences.slots.contiguous(), sequences.counts.contiguous(), sums), constants
+    )
 
 
 def _sum(policy_loss: PolicyLoss, logprobs: Tensor, sums: Tensor, constants: dict[str, Any]) -> None:
@@ -58,7 +68,7 @@ def _sum(policy_loss: PolicyLoss, logprobs: Tensor, sums: Tensor, constants: dic
         *(values.contiguous() for values in read),
         sums,
         sums.shape[1],
-        *numbers_of(policy_loss),
+        numbers_of(policy_loss),
         AVERAGED=averaged,
         **constants,
         BLOCK=BLOCK,
@@ -79,10 +89,7 @@ def segment_kernel(
     lengths,
     results,
     sequences,
-    p0,
-    p1,
-    p2,
-    p3,
+    numbers,
     AVERAGED: tl.constexpr,
     OPSM: tl.constexpr,
     ONE_WEIGHT: tl.constexpr,
@@ -113,7 +120,7 @@ def segment_kernel(
         if OPSM:
             drifts += (tl.load(anchors + token, live, 0.0).to(tl.float32) - logprob).to(tl.float64)
         if AVERAGED is not None:
-            owns += tl.where(live, AVERAGED(log_ratio, advantage, (p0, p1, p2, p3)), 0.0).to(tl.float64)
+            owns += tl.where(live, AVERAGED(log_ratio, advantage, numbers), 0.0).to(tl.float64)
         if ONE_WEIGHT:
             shares += tl.load(weights + token, live, 0.0).to(tl.float32).to(tl.float64)
     tl.store(results + LOG_RATIO * sequences + sequence, tl.sum(log_ratios))

@@ -1,4 +1,4 @@
-"""The one-launch kernel against the eager reference, at its first use on a chip or with a Triton that it was not tried with.
+"""The single-pass kernel against the eager reference, at its first use on a chip or with a Triton that it was not tried with.
 
 A few rows of random numbers, over the widths and with the terms that the loss has; once in a process for each of them.
 """
@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.batch.fields import TermFields, TokenFields, TopK
+from megatron_pg.batch.fields import TermFields, TokenFields
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.reference import reference_loss
-from megatron_pg.kernels.triton import one_launch
+from megatron_pg.kernels.triton import single_pass
 from megatron_pg.kernels.triton.terms import term_constants
-from megatron_pg.kernels.triton.topk_loss import teacher_of
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 _PROGRAMS, _ROWS = 2, 7  # so that a program has several, one behind the other
@@ -30,20 +29,18 @@ def agrees(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, e
 
     Says so in the log, or warns that it does not.
     """
-    key = (
-        *(logits.device, logits.dtype, logits.shape[1], vocabulary.valid, entropy),
-        *(*term_constants(policy_loss.without_topk).values(), *teacher_of(policy_loss).constants.values()),
-    )
+    built_for = term_constants(policy_loss).values()
+    key = (logits.device, logits.dtype, logits.shape[1], vocabulary.valid, entropy, *built_for)
     if key not in _found:
         why = next(
             filter(None, (_flaw(logits, each, policy_loss, vocabulary, entropy) for each in _dtypes(logits))), None
         )
         _found[key] = why is None
         if why is None:
-            logging.getLogger(__name__).info("the one-launch kernel agrees with the reference on %s", logits.device)
+            logging.getLogger(__name__).info("the single-pass kernel agrees with the reference on %s", logits.device)
         else:
             warnings.warn(
-                f"the one-launch kernel {why} on {torch.cuda.get_device_name(logits.device)}: three launches do its work, with the "
+                f"the single-pass kernel {why} on {torch.cuda.get_device_name(logits.device)}: the multi-pass kernels do its work, with the "
                 "reference's results and about 1.4 times the time of the loss",
                 stacklevel=2,
             )
@@ -61,7 +58,7 @@ def _flaw(
     """What is wrong with the kernel, None: nothing."""
     table, loss = _drawn(logits, policy_loss, vocabulary)
     gradient = torch.empty_like(table, dtype=dtype)
-    found, spills = one_launch.launch(
+    found, spills = single_pass.launch(
         table, gradient, loss, vocabulary, grad_scale=3.0, entropy=entropy, most_programs=_PROGRAMS
     )
     if spills:
@@ -121,14 +118,4 @@ def _known(fields: TokenFields, policy_loss: PolicyLoss, logprobs: Tensor, drawn
     """With log-probabilities near those of the model, of all that the terms read."""
     near = {name: logprobs + 0.2 * drawn(_ROWS) for name in ("old_logprobs", "ref_logprobs", "teacher_logprobs")}
     terms = {each.name: TermFields(weights=drawn(_ROWS).abs()) for each in policy_loss.terms.further}
-    return replace(fields, **near, terms=terms, teacher_topk=_teacher(policy_loss, drawn))
-
-
-def _teacher(policy_loss: PolicyLoss, drawn: Any) -> TopK | None:
-    """A teacher that names as many tokens as the loss's, the first ones, with nine tenths of its probability."""
-    if not policy_loss.terms.reads_topk:
-        return None
-    width = policy_loss.fields.teacher_topk.ids.shape[1]
-    logprobs = drawn(_ROWS, width).log_softmax(dim=1) - 0.1
-    ids = torch.arange(width, dtype=torch.int32, device=logprobs.device).expand(_ROWS, width)
-    return TopK(ids=ids, logprobs=logprobs, tails=1 - logprobs.double().exp().sum(dim=1))
+    return replace(fields, **near, terms=terms)

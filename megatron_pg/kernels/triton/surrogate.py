@@ -19,9 +19,19 @@ from megatron_pg.kernels.triton.segments import (
     OWN,
     WEIGHT,
     SequenceFields,
+    SequencePointers,
     sequence_fields,
 )
-from megatron_pg.kernels.triton.terms import loss_terms, term_constants, term_fields, term_losses, term_numbers
+from megatron_pg.kernels.triton.terms import (
+    FieldValues,
+    coefficients_of,
+    field_pointers,
+    load_values,
+    loss_terms,
+    numbers_of,
+    term_constants,
+    term_losses,
+)
 from megatron_pg.kernels.triton.tiles import FUSED
 
 BLOCK = 256
@@ -91,7 +101,7 @@ def _evaluate(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> _Pe
     if terms.reads_sequences:
         sequences = sequence_fields(policy_loss, logprobs)
     else:
-        sequences = SequenceFields(mask, mask, mask, {"OPSM": False, "ONE_WEIGHT": False})
+        sequences = SequenceFields(SequencePointers(mask, mask, mask), {"OPSM": False, "ONE_WEIGHT": False})
     is_found = [True, True, True, True, constants["BONUS"], constants["KL"] is not None]
     is_found += [of_objective, of_objective, terms.opsm_anchor is not None]
     out = torch.empty(len(is_found), len(logprobs), dtype=torch.float32, device=logprobs.device)
@@ -99,14 +109,13 @@ def _evaluate(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> _Pe
         surrogate_kernel[(triton.cdiv(len(logprobs), BLOCK),)](
             logprobs,
             entropy,
-            *term_fields(policy_loss),
-            sequences.slots,
-            sequences.counts,
-            sequences.sums,
+            field_pointers(policy_loss),
+            sequences.pointers,
             out,
             len(logprobs),
-            sequences.sums.shape[-1],
-            *term_numbers(policy_loss),
+            sequences.pointers.sums.shape[-1],
+            numbers_of(policy_loss),
+            coefficients_of(policy_loss),
             1.0 / terms.grad_divisor,
             terms.opsm_threshold or 0.0,
             **constants,
@@ -119,37 +128,25 @@ def _evaluate(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> _Pe
 
 
 @triton.jit
-def _average(sums, slot, known, count, sequences, KIND: tl.constexpr):
-    """Of the token's sequence; 0 where there is none."""
-    return (tl.load(sums + KIND * sequences + slot, known, 0.0) / count).to(tl.float32)
+def _average(sequences, slot, known, count, num_sequences, SUM: tl.constexpr):
+    """A sum over the token's sequence divided by its trained tokens; 0 where the token has no sequence."""
+    return (tl.load(sequences.sums + SUM * num_sequences + slot, known, 0.0) / count).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["rows", "sequences"])
+@triton.jit(do_not_specialize=["rows", "num_sequences"])
 def surrogate_kernel(
     logprobs,
     entropies,
-    old_logprobs,
-    advantages,
-    weights,
-    mask,
-    other_logprobs,
-    kl_weights,
-    bonus_weights,
-    slots,
-    counts,
-    sums,
+    fields,
+    sequences,
     results,
     rows,
-    sequences,
-    p0,
-    p1,
-    p2,
-    p3,
-    kl_coef,
-    entropy_coef,
+    num_sequences,
+    numbers,
+    coefficients,
     slope_scale,
     opsm_threshold,
-    ROW: tl.constexpr,
+    TOKEN_KERNEL: tl.constexpr,
     KL: tl.constexpr,
     BONUS: tl.constexpr,
     SEQUENCES: tl.constexpr,
@@ -157,65 +154,51 @@ def surrogate_kernel(
     ONE_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Results [9, rows] in the order of `_PerToken`, with slope_scale times the derivatives."""
+    """Results [9, rows] in the order of `_PerToken`, with slope_scale times the derivatives.
+
+    `fields` are `FieldPointers`, `sequences` `SequencePointers`, `coefficients` lambda and eta of `terms`.
+    """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = row < rows
-    live = here & (tl.load(mask + row, here, 0) != 0)
-    weight = tl.load(weights + row, live, 0.0).to(tl.float32)
-    advantage = tl.load(advantages + row, live, 0.0).to(tl.float32)
+    live = here & (tl.load(fields.mask + row, here, 0) != 0)
+    values = load_values(fields, row, live, KL, BONUS)
     logprob = tl.load(logprobs + row, live, 0.0)
-    old_logprob = tl.load(old_logprobs + row, live, 0.0).to(tl.float32)
-    other_logprob = 0.0
-    kl_weight = 0.0
-    bonus_weight = 0.0
-    entropy = 0.0
-    if KL is not None:
-        other_logprob = tl.load(other_logprobs + row, live, 0.0).to(tl.float32)
-        kl_weight = tl.load(kl_weights + row, live, 0.0).to(tl.float32)
-    if BONUS:
-        entropy = tl.load(entropies + row, live, 0.0)
-        bonus_weight = tl.load(bonus_weights + row, live, 0.0).to(tl.float32)
+    entropy = tl.load(entropies + row, live, 0.0) if BONUS else 0.0
     if SEQUENCES:
-        slot = tl.load(slots + row, here, sequences)
-        known = slot < sequences
-        count = tl.load(counts + slot, known, 1.0)
-        log_ratio = _average(sums, slot, known, count, sequences, LOG_RATIO)
-        reward = _average(sums, slot, known, count, sequences, ADVANTAGE)
-        own = _average(sums, slot, known, count, sequences, OWN)
-        of_sequence = (p0, p1, p2, p3, log_ratio, reward, count.to(tl.float32), own)
-        policy, slope = ROW(logprob, old_logprob, advantage, of_sequence)
+        slot = tl.load(sequences.slots + row, here, num_sequences)
+        known = slot < num_sequences
+        count = tl.load(sequences.counts + slot, known, 1.0)
+        log_ratio = _average(sequences, slot, known, count, num_sequences, LOG_RATIO)
+        advantage = _average(sequences, slot, known, count, num_sequences, ADVANTAGE)
+        own = _average(sequences, slot, known, count, num_sequences, OWN)
+        numbers = numbers + (log_ratio, advantage, count.to(tl.float32), own)
+        policy, slope = TOKEN_KERNEL(logprob, values.old_logprob, values.advantage, numbers)
         policy = tl.where(live, policy, 0.0)  # a token that is not trained has a sequence, too
         slope = tl.where(live, slope, 0.0)
         tl.store(results + 6 * rows + row, log_ratio, here)
-        tl.store(results + 7 * rows + row, reward, here)
+        tl.store(results + 7 * rows + row, advantage, here)
         if OPSM:
-            drift = _average(sums, slot, known, count, sequences, DRIFT)
-            kept = ((advantage < 0) & (drift > opsm_threshold)) == 0
+            drift = _average(sequences, slot, known, count, num_sequences, DRIFT)
+            kept = ((values.advantage < 0) & (drift > opsm_threshold)) == 0
             policy = tl.where(kept, policy, 0.0)
             slope = tl.where(kept, slope, 0.0)
             tl.store(results + 8 * rows + row, kept.to(tl.float32), here)
         if ONE_WEIGHT:
-            weight = tl.where(live, _average(sums, slot, known, count, sequences, WEIGHT), 0.0)
+            weight = tl.where(live, _average(sequences, slot, known, count, num_sequences, WEIGHT), 0.0)
+            values = FieldValues(
+                values.old_logprob,
+                values.advantage,
+                weight,
+                values.other_logprob,
+                values.kl_weight,
+                values.bonus_weight,
+            )
     else:
-        policy, slope = ROW(logprob, old_logprob, advantage, (p0, p1, p2, p3))
-    loss, slope, bend, kl = loss_terms(
-        policy,
-        slope,
-        logprob,
-        entropy,
-        old_logprob,
-        weight,
-        other_logprob,
-        kl_weight,
-        bonus_weight,
-        kl_coef,
-        entropy_coef,
-        KL,
-        BONUS,
-    )
+        policy, slope = TOKEN_KERNEL(logprob, values.old_logprob, values.advantage, numbers)
+    loss, slope, bend, kl = loss_terms(policy, slope, logprob, entropy, values, coefficients, KL, BONUS)
     tl.store(results + row, loss, here)
     tl.store(results + rows + row, policy, here)
-    tl.store(results + 2 * rows + row, logprob - old_logprob, here)
+    tl.store(results + 2 * rows + row, logprob - values.old_logprob, here)
     tl.store(results + 3 * rows + row, slope * slope_scale, here)
     if BONUS:
         tl.store(results + 4 * rows + row, bend * slope_scale, here)

@@ -5,7 +5,7 @@
 `PolicyLoss`, the specification, is torch; its `row` says whether these are all the terms that there are.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,25 +25,48 @@ def _terms(policy_loss: PolicyLoss) -> tuple[LossTerm | None, LossTerm | None]:
     return kl, next((each for each in policy_loss.terms.further if each.kind == "entropy"), None)
 
 
-def term_fields(policy_loss: PolicyLoss) -> tuple[Tensor, ...]:
-    """Old log-probabilities, advantages, weights, mask, the log-probabilities that a divergence is from, u and v.
+class FieldPointers(NamedTuple):
+    """What the terms read per token: [T] tensors, in a kernel pointers. Contiguous, because kernels take no strides.
 
-    [T] each and contiguous, because kernels have no strides. What no term reads has the mask in its place.
+    A field that no term reads is the mask.
     """
+
+    old_logprobs: Any
+    advantages: Any
+    weights: Any  # w
+    mask: Any
+    other_logprobs: Any  # of the policy that a divergence is measured from
+    kl_weights: Any  # u
+    bonus_weights: Any  # v
+
+
+class FieldValues(NamedTuple):
+    """In a kernel, the fields of one token or a block of tokens: float32, 0 where nothing is trained or no term reads it."""
+
+    old_logprob: Any
+    advantage: Any
+    weight: Any
+    other_logprob: Any
+    kl_weight: Any
+    bonus_weight: Any
+
+
+def field_pointers(policy_loss: PolicyLoss) -> FieldPointers:
+    """The fields of a micro-batch."""
     fields, (kl, bonus) = policy_loss.fields, _terms(policy_loss)
     read: list[Any] = [fields.old_logprobs, fields.advantages, fields.corrected_weights, fields.mask]
     read.append(fields.mask if kl is None else getattr(fields, str(KINDS[kl.kind].against)))
     read += [fields.mask if each is None else fields.of_term(each.name).weights for each in (kl, bonus)]
-    return tuple(values.contiguous() for values in read)
+    return FieldPointers(*(values.contiguous() for values in read))
 
 
-def term_numbers(policy_loss: PolicyLoss) -> tuple[float, ...]:
-    """`numbers_of`, and lambda and eta."""
-    return *numbers_of(policy_loss), *(0.0 if each is None else each.weight for each in _terms(policy_loss))
+def coefficients_of(policy_loss: PolicyLoss) -> tuple[float, ...]:
+    """lambda and eta, 0 for a term that the loss does not have."""
+    return tuple(0.0 if term is None else term.weight for term in _terms(policy_loss))
 
 
 def numbers_of(policy_loss: PolicyLoss) -> tuple[float, ...]:
-    """The numbers of the row, filled up."""
+    """The numbers of the row, filled up with zeros."""
     numbers = policy_loss.row.numbers if policy_loss.row else ()
     return *numbers, *[0.0] * (MOST_NUMBERS - len(numbers))
 
@@ -52,47 +75,46 @@ def term_constants(policy_loss: PolicyLoss) -> dict[str, Any]:
     """What a kernel is compiled for: the Triton functions of the objective and the estimator, and whether H is in the loss."""
     row, (kl, bonus) = policy_loss.row, _terms(policy_loss)
     estimator = None if kl is None else getattr(rows, KL_ESTIMATORS[kl.estimator].function)
-    return {"ROW": row.load() if row else None, "KL": estimator, "BONUS": bonus is not None}
+    return {"TOKEN_KERNEL": row.load() if row else None, "KL": estimator, "BONUS": bonus is not None}
 
 
-def term_losses(
-    policy_loss: PolicyLoss, kl: Tensor | None, entropy: Tensor, topk: Tensor | None = None
-) -> Tensor | None:
-    """[n, T] of the n loss terms in their order, from [T] each, `topk` of the one over the teacher's likeliest tokens; None: n = 0."""
-    found: list[Any] = [
-        -entropy if term.kind == "entropy" else topk if term.reads_topk else kl for term in policy_loss.terms.further
-    ]
-    return torch.stack(found) if found else None
+def term_losses(policy_loss: PolicyLoss, kl: Tensor | None, entropy: Tensor) -> Tensor | None:
+    """[n, T] of the n loss terms in their order, from [T] each; None: n = 0."""
+    losses: list[Any] = [-entropy if term.kind == "entropy" else kl for term in policy_loss.terms.further]
+    return torch.stack(losses) if losses else None
 
 
 @triton.jit
-def loss_terms(
-    policy,
-    slope,
-    logprob,
-    entropy,
-    old_logprob,
-    weight,
-    other_logprob,
-    kl_weight,
-    bonus_weight,
-    kl_coef,
-    entropy_coef,
-    KL: tl.constexpr,
-    BONUS: tl.constexpr,
-):
-    """From the row's loss and slope: the whole loss, its derivatives by log π and by H, and the value of the KL estimator."""
-    loss = weight * policy
-    slope = weight * slope
+def load_values(fields, token, live, KL: tl.constexpr, BONUS: tl.constexpr):
+    """`FieldValues` of the tokens at the indices `token`, a scalar or a block; 0 where they are not live."""
+    old_logprob = tl.load(fields.old_logprobs + token, live, 0.0).to(tl.float32)
+    weight = tl.load(fields.weights + token, live, 0.0).to(tl.float32)
+    advantage = tl.load(fields.advantages + token, live, 0.0).to(tl.float32)
+    other_logprob = 0.0
+    kl_weight = 0.0
+    bonus_weight = 0.0
+    if KL is not None:
+        other_logprob = tl.load(fields.other_logprobs + token, live, 0.0).to(tl.float32)
+        kl_weight = tl.load(fields.kl_weights + token, live, 0.0).to(tl.float32)
+    if BONUS:
+        bonus_weight = tl.load(fields.bonus_weights + token, live, 0.0).to(tl.float32)
+    return FieldValues(old_logprob, advantage, weight, other_logprob, kl_weight, bonus_weight)
+
+
+@triton.jit
+def loss_terms(policy, slope, logprob, entropy, values, coefficients, KL: tl.constexpr, BONUS: tl.constexpr):
+    """From loss and slope of the objective: the whole loss, its derivatives by log π and by H, and the value of the KL estimator."""
+    loss = values.weight * policy
+    slope = values.weight * slope
     bend = 0.0
     kl = 0.0
     if KL is not None:
-        kl, kl_slope = KL(logprob, old_logprob, other_logprob)
-        loss += kl_coef * kl_weight * kl
-        slope += kl_coef * kl_weight * kl_slope
+        kl, kl_slope = KL(logprob, values.old_logprob, values.other_logprob)
+        loss += coefficients[0] * values.kl_weight * kl
+        slope += coefficients[0] * values.kl_weight * kl_slope
     # NaN in the whole row, also where the objective's slope does not read the log-probability
     slope = tl.where(logprob == logprob, slope, logprob)
     if BONUS:
-        bend = -entropy_coef * bonus_weight
+        bend = -coefficients[1] * values.bonus_weight
         loss += bend * entropy
     return loss, slope, bend, kl

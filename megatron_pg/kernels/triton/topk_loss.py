@@ -1,7 +1,7 @@
 """The loss from `TopKRowStatistics`: one launch per divergence; the other terms are computed as if there were no teacher."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,31 +16,6 @@ from megatron_pg.kernels.triton.surrogate import surrogate_loss
 from megatron_pg.kernels.triton.tiles import FUSED
 from megatron_pg.kernels.triton.topk_rows import block_of
 from megatron_pg.kernels.vocabulary import Vocabulary
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Teacher:
-    """What a kernel takes of the one loss term over a teacher's likeliest tokens."""
-
-    term: LossTerm | None  # None: there is none, and the rest is in its place
-    ids: Tensor  # [T, K]
-    fields: tuple[Tensor, ...]  # log-probabilities [T, K], tails and weights [T]
-    coefficient: float
-    constants: dict[str, Any]
-
-
-def teacher_of(policy_loss: PolicyLoss) -> Teacher:
-    """Of a loss with at most one such loss term, over the tokens of the objective."""
-    term = next((each for each in policy_loss.terms.further if each.reads_topk), None)
-    fields = policy_loss.fields
-    if term is None:
-        constants = {"FORM": None, "NUMBERS": divergences.numbers_of(None), "TAIL_FLOOR": None, "NAMES": 1}
-        return Teacher(None, fields.mask, (fields.mask,) * 3, 0.0, constants)
-    teacher, weights = fields.teacher_topk, fields.of_term(term.name).weights
-    ids = teacher.ids.contiguous()
-    constants = constants_of(term) | {"NAMES": triton.next_power_of_2(ids.shape[1])}
-    read = teacher.logprobs.contiguous(), teacher.tails.contiguous(), weights.contiguous()
-    return Teacher(term, ids, read, term.weight, constants)
 
 
 def constants_of(term: LossTerm) -> dict[str, Any]:

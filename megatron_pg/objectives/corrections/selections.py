@@ -49,7 +49,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chosen:
+class TokenSelection:
     """What a correction chooses of a step."""
 
     tokens: Tensor  # [T] bool
@@ -97,12 +97,12 @@ def check_size(samples: Sequence[Sample], correction: Correction) -> None:
 # --- which are chosen ---
 
 
-def largest(step: StepKeys, correction: Correction) -> Chosen:
+def largest(step: StepKeys, correction: Correction) -> TokenSelection:
     """The ⌊f·T⌋ largest keys."""
     return _first(step.keys, share(correction.fraction, len(step.keys)))
 
 
-def second_moment(step: StepKeys, correction: Correction) -> Chosen:
+def second_moment(step: StepKeys, correction: Correction) -> TokenSelection:
     """As many of the largest keys as it takes until the mean of the others is at most hi; all, where none is."""
     ordered, size = step.keys.sort().values, len(step.keys)
     means = ordered.cumsum(0) / torch.arange(1, size + 1)
@@ -116,20 +116,20 @@ def second_moment(step: StepKeys, correction: Correction) -> Chosen:
     return _first(step.keys, size - kept)
 
 
-def drawn_between(step: StepKeys, correction: Correction) -> Chosen:
+def drawn_between(step: StepKeys, correction: Correction) -> TokenSelection:
     """⌊f·T⌋ tokens, drawn from those with lo < key < hi; all of them where there are fewer."""
     candidates = (step.keys > correction.low) & (step.keys < correction.high)
     number = int(candidates.sum())
     count = min(share(correction.fraction, len(step.keys)), number)
     drawn = torch.where(candidates, step.draws(), -1.0) if count else step.keys
-    return Chosen(_first(drawn, count).tokens, None, number)
+    return TokenSelection(_first(drawn, count).tokens, None, number)
 
 
-def below_quantile(step: StepKeys, correction: Correction) -> Chosen:
+def below_quantile(step: StepKeys, correction: Correction) -> TokenSelection:
     """The keys below the (1 - f) quantile of all, by linear interpolation: of the 1 + ⌊f·(T - 1)⌋ largest none is, nor of their equals."""
     size = len(step.keys)
     least = step.keys.kthvalue(size - share(correction.fraction, size - 1)).values
-    return Chosen(step.keys < least, float(least))
+    return TokenSelection(step.keys < least, float(least))
 
 
 def share(fraction: float, count: int) -> int:
@@ -137,13 +137,13 @@ def share(fraction: float, count: int) -> int:
     return math.floor(Fraction(repr(fraction)) * count)
 
 
-def _first(keys: Tensor, count: int) -> Chosen:
+def _first(keys: Tensor, count: int) -> TokenSelection:
     """The `count` largest."""
     if not count:
-        return Chosen(torch.zeros_like(keys, dtype=torch.bool), None)
+        return TokenSelection(torch.zeros_like(keys, dtype=torch.bool), None)
     least = keys.kthvalue(len(keys) - count + 1).values
     above, equal = keys > least, keys == least
-    return Chosen(above | (equal & (equal.cumsum(0) <= count - above.sum())), float(least))
+    return TokenSelection(above | (equal & (equal.cumsum(0) <= count - above.sum())), float(least))
 
 
 # --- what no layout changes ---

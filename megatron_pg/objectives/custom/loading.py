@@ -15,7 +15,7 @@ from megatron_pg.declarations.choices import AT_ONCE, OBJECTIVE_PARAMETERS
 from megatron_pg.declarations.objectives import numbers as declared_numbers
 from megatron_pg.flags.errors import ArgumentError
 from megatron_pg.flags.facts import Facts
-from megatron_pg.flags.head import needs_recompute
+from megatron_pg.flags.head import recompute_violation
 from megatron_pg.flags.import_path import load_function
 from megatron_pg.objectives.custom.custom_row import custom_row, row_failure, row_refusal
 from megatron_pg.objectives.interface.objective import Objective
@@ -53,7 +53,7 @@ def custom_objective_of(args: Namespace) -> Objective:
     objective = load_custom_objective(args.pg_custom_objective_path, **Facts(args).objective_numbers)
     if objective.reads_sequences and args.pg_fused_head in AT_ONCE:
         reader = f"--pg-custom-objective-path {objective.name}"
-        raise ArgumentError(list(needs_recompute(reader, args.pg_fused_head)))
+        raise ArgumentError(list(recompute_violation(reader, args.pg_fused_head)))
     return objective
 
 

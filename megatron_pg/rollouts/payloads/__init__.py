@@ -1,4 +1,4 @@
-"""Payloads: what a sample carries in addition to one number per token. A new kind is one module and one line of the table."""
+"""What a sample carries in addition to one number per token. A new kind is one module and one line of the table."""
 
 from megatron_pg.rollouts.payloads.base import Payload, Rows
 from megatron_pg.rollouts.payloads.experts import RoutedExperts

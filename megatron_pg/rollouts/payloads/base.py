@@ -2,13 +2,13 @@
 
 A payload is what a sample carries in addition to one number per token. Each kind is parsed from what users and engines
 give, checked when the sample is made, written to the rollout file, and, where a loss term reads it, brought to the rows
-of the logits that a rank holds.
+of the logits on a rank.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,13 @@ class Tokens(Protocol):
     @property
     def trained(self) -> Tensor:
         """[R] bool, the tokens that any loss term trains."""
+
+
+class Layout(NamedTuple):
+    """Where the response tokens of a micro-batch are on a rank."""
+
+    lengths: list[int]  # R of each sample
+    here: Callable[[Tensor], Tensor]  # values [sum of R, …] to rows [T, …], 0 where a row predicts no response token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,19 +102,12 @@ class Payload(ABC, Generic[Record]):
     def tensors(self, record: Record) -> tuple[Tensor, ...]:
         """Everything in the record, for digests."""
 
-    def rows(
-        self,
-        records: Sequence[Record | None],
-        lengths: Sequence[int],
-        here: Callable[[Tensor], Tensor],
-        is_read: Tensor,
-    ) -> Rows | None:
-        """The payload at the rows that a rank holds.
+    def rows(self, records: Sequence[Record | None], layout: Layout, is_read: Tensor) -> Rows | None:
+        """The payload at the rows of a rank.
 
         Args:
             records: of each sample of the micro-batch; None where a sample has none.
-            lengths: R of each sample.
-            here: takes values [sum of R, …] to this rank's rows [T, …], with 0 where a row predicts no response token.
+            layout: of the micro-batch on this rank.
             is_read: [T] bool, rows at which a loss term reads the payload.
 
         Returns:

@@ -10,7 +10,7 @@ from megatron_pg.rollouts.payloads.base import Payload, Tokens, integers, is_pla
 
 
 class RoutedExperts(Payload[Tensor]):
-    """[n - 1, layers, topk] int32; a layer without experts holds zeros."""
+    """[n - 1, layers, topk] int32; a layer without experts has zeros."""
 
     form = (
         "are not numbers of experts, a list per token of lists per layer. Give the engine's array "
@@ -30,11 +30,11 @@ class RoutedExperts(Payload[Tensor]):
             )
         if len(record) != num_tokens - 1 or record.numel() == 0:
             raise ValueError(
-                f"{label} have shape {tuple(record.shape)} for {num_tokens} tokens, so they do not align: an engine has "
-                "experts for every token but the last, which it never reads. Give [tokens - 1, layers, topk]."
+                f"{label} have shape {tuple(record.shape)} for {num_tokens} tokens, so they do not align: an engine "
+                "has experts for every token but the last, which it never reads. Give [tokens - 1, layers, topk]."
             )
         if record.min() < 0:
-            raise ValueError(f"{label} hold a negative number, which is not an expert. Record all tokens.")
+            raise ValueError(f"{label} contain a negative number, which is not an expert. Record all tokens.")
         ordered = record.sort(dim=-1).values
         is_dense = (record == 0).all(dim=2).all(dim=0)  # engines leave the zeros of layers without experts
         twice = (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1) & ~is_dense

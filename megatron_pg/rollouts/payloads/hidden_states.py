@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.rollouts.fields import is_int
-from megatron_pg.rollouts.payloads.base import Payload, Rows, Tokens, first_trained, is_plain
+from megatron_pg.rollouts.payloads.base import Layout, Payload, Rows, Tokens, first_trained, is_plain
 
 _NUMBERS = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # by their names in the file
 
@@ -54,17 +54,18 @@ class HiddenStates(Payload[Tensor]):
         label = f"{self.name} of sample {sample.sample_id}"
         if not is_plain(record, 2, *_NUMBERS.values()):
             raise ValueError(
-                f"{label} are not [R, H] bfloat16 or float32 on the CPU. Use Sample.build, which takes tensors and arrays."
+                f"{label} are not [R, H] bfloat16 or float32 on the CPU. Use Sample.build, which takes tensors and "
+                "arrays."
             )
         if len(record) != sample.response_length or not record.shape[1]:
             raise ValueError(
-                f"{label} have shape {tuple(record.shape)} for {sample.response_length} response tokens, so they do not "
-                "align. Give the states that predict the response tokens, one row for each."
+                f"{label} have shape {tuple(record.shape)} for {sample.response_length} response tokens, so they do "
+                "not align. Give the states that predict the response tokens, one row for each."
             )
         if (k := first_trained(~torch.isfinite(record).all(dim=1), sample.trained)) is not None:
             raise ValueError(
-                f"{label} hold a number that is not finite at response token {k}, which is trained, so the loss would "
-                "not be finite. Mask the token or repair the record."
+                f"{label} contain a number that is not finite at response token {k}, which is trained, so the loss "
+                "would not be finite. Mask the token or repair the record."
             )
 
     def to_json(self, record: Tensor) -> dict[str, Any]:
@@ -78,17 +79,11 @@ class HiddenStates(Payload[Tensor]):
         """The states' bytes: numpy has no bfloat16."""
         return (record.contiguous().view(torch.uint8),)
 
-    def rows(
-        self,
-        records: Sequence[Tensor | None],
-        lengths: Sequence[int],
-        here: Callable[[Tensor], Tensor],
-        is_read: Tensor,
-    ) -> TeacherStates:
+    def rows(self, records: Sequence[Tensor | None], layout: Layout, is_read: Tensor) -> TeacherStates:
         """The states of the rows at which a term reads them; all states are as large as the activations."""
-        numbers, start = here(torch.arange(sum(lengths)))[is_read], 0
+        numbers, start = layout.here(torch.arange(sum(layout.lengths)))[is_read], 0
         states = torch.zeros(0, 1)
-        for record, length in zip(records, lengths, strict=True):
+        for record, length in zip(records, layout.lengths, strict=True):
             number = numbers - start
             is_here = (number >= 0) & (number < length)
             start += length

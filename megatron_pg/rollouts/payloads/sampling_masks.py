@@ -1,6 +1,6 @@
 """The tokens that the rollout engine could have sampled at each response token: what top-p and top-k leave."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.rollouts.fields import POLICY, is_int
-from megatron_pg.rollouts.payloads.base import Payload, Rows, Tokens, first_trained, integers, is_plain
+from megatron_pg.rollouts.payloads.base import Layout, Payload, Rows, Tokens, first_trained, integers, is_plain
 
 _IDS = ("ids", "token_ids")  # ours, and vLLM's
 
@@ -34,8 +34,8 @@ class SamplingMask(Rows):
         counts = offsets.diff()
         if len(offsets) == 0 or [int(offsets[0]), int(offsets[-1])] != [0, len(ids)] or (counts < 0).any():
             raise ValueError(
-                f"offsets do not rise from 0 to {len(ids)}, the number of ids. Give T + 1 of them: where each row begins, "
-                "and where the last one ends."
+                f"offsets do not rise from 0 to {len(ids)}, the number of ids. Give T + 1 of them: where each row "
+                "begins, and where the last one ends."
             )
         longest = int(counts.max()) if len(counts) else 0
         return cls(starts=offsets[:-1], counts=counts, ids=ids, longest=longest)
@@ -51,7 +51,7 @@ class SamplingMask(Rows):
 class RecordedMask:
     """One set of ids per response token, concatenated, on the CPU: token k's set is ids[offsets[k] : offsets[k + 1]].
 
-    An empty set stands for the whole vocabulary.
+    An empty set means the whole vocabulary.
     """
 
     ids: Tensor  # [n] int32
@@ -81,7 +81,7 @@ class RecordedMask:
 
 
 class SampledTokens(Payload[RecordedMask]):
-    """`RecordedMask`; at tokens that the objective does not train it may hold arbitrary integers."""
+    """`RecordedMask`; at tokens that the objective does not train its ids may be arbitrary."""
 
     form = (
         "is not the ids that could be sampled. Give a list of ids per response token, or "
@@ -108,15 +108,16 @@ class SampledTokens(Payload[RecordedMask]):
         is_record = isinstance(record, RecordedMask) and is_plain(record.ids, 1, torch.int32)
         if not is_record or not is_plain(record.offsets, 1, torch.int64):
             raise ValueError(
-                f"{label} is not a RecordedMask of [n] int32 and [R + 1] int64 on the CPU. Use Sample.build, which takes lists."
+                f"{label} is not a RecordedMask of [n] int32 and [R + 1] int64 on the CPU. Use Sample.build, which "
+                "takes lists."
             )
         offsets, length = record.offsets, sample.response_length
         ends = (int(offsets[0]), int(offsets[-1])) if len(offsets) else None
         if len(offsets) != length + 1 or ends != (0, len(record.ids)) or (record.counts < 0).any():
             raise ValueError(
-                f"{label} has {len(offsets)} offsets for {length} response tokens and {len(record.ids)} ids, or they do "
-                f"not rise from 0 to {len(record.ids)}, so sets and tokens do not align. Give one more than there are "
-                "response tokens."
+                f"{label} has {len(offsets)} offsets for {length} response tokens and {len(record.ids)} ids, or they "
+                f"do not rise from 0 to {len(record.ids)}, so sets and tokens do not align. Give one more than there "
+                "are response tokens."
             )
         check_ids(record, sample.loss_mask & (sample.term == POLICY), sample.sample_id)
 
@@ -128,20 +129,14 @@ class SampledTokens(Payload[RecordedMask]):
         """Ids and offsets."""
         return record.ids, record.offsets
 
-    def rows(
-        self,
-        records: Sequence[RecordedMask | None],
-        lengths: Sequence[int],
-        here: Callable[[Tensor], Tensor],
-        is_read: Tensor,
-    ) -> SamplingMask | None:
+    def rows(self, records: Sequence[RecordedMask | None], layout: Layout, is_read: Tensor) -> SamplingMask | None:
         """Rows at which no term reads it have the whole vocabulary; None if all rows do."""
         if all(record is None for record in records):
             return None
-        without = [torch.zeros(length, dtype=torch.int64) for length in lengths]
+        without = [torch.zeros(length, dtype=torch.int64) for length in layout.lengths]
         counts = torch.cat([n if record is None else record.counts for record, n in zip(records, without, strict=True)])
         ids = torch.cat([record.ids for record in records if record is not None])
-        whole = SamplingMask.of(ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0))).map(here)
+        whole = SamplingMask.of(ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0))).map(layout.here)
         whole = replace(whole, counts=torch.where(is_read, whole.counts, 0))
         return whole if whole.counts.any() else None
 
@@ -167,10 +162,11 @@ def check_ids(record: RecordedMask, trained: Tensor, label: str) -> None:
     twice = torch.zeros(len(keys.values), dtype=torch.bool)
     twice[keys.indices[1:]] = keys.values[1:] == keys.values[:-1]
     for mistake, wrong in {
-        "holds a negative number, which is not a token": record.ids < 0,
+        "contains a negative number, which is not a token": record.ids < 0,
         "names a token twice, which would count twice": twice,
     }.items():
         if (k := first_trained(record.any_of(wrong), trained)) is not None:
             raise ValueError(
-                f"sampling_mask of sample {label} {mistake}: at response token {k}. Mask the token or repair the record."
+                f"sampling_mask of sample {label} {mistake}: at response token {k}. Mask the token or repair the "
+                "record."
             )

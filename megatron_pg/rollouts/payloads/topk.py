@@ -1,6 +1,6 @@
-"""The top-k tokens of another policy at each response token, with their log-probabilities: a teacher's, or an engine's."""
+"""The top-k tokens of a teacher or an engine at each response token, with their log-probabilities."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_pg.rollouts.payloads.base import Payload, Rows, Tokens, first_trained, integers, is_plain
+from megatron_pg.rollouts.payloads.base import Layout, Payload, Rows, Tokens, first_trained, integers, is_plain
 
 MOST_IDS = 512  # of a token
 ABSENT = -1  # fills the row of a token that has fewer ids than another
@@ -27,7 +27,7 @@ class TopK(Rows):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenSets:
-    """At most K ids per response token with their log-probabilities, on the CPU; an id of -1 stands for none."""
+    """At most K ids per response token with their log-probabilities, on the CPU; an id of -1 means none."""
 
     ids: Tensor  # [R, K] int32
     logprobs: Tensor  # [R, K] float32, nats; arbitrary where the id is -1
@@ -88,7 +88,7 @@ class TopKTokens(Payload[TokenSets]):
         for mistake, tokens in _mistakes(record).items():
             if (k := first_trained(tokens, sample.trained)) is not None:
                 raise ValueError(
-                    f"{label} {mistake}: at response token {k}. Mask the token or repair the record; -1 stands for no id."
+                    f"{label} {mistake}: at response token {k}. Mask the token or repair the record; -1 means no id."
                 )
 
     def to_json(self, record: TokenSets) -> dict[str, list[list]]:
@@ -100,28 +100,22 @@ class TopKTokens(Payload[TokenSets]):
         """Ids and log-probabilities."""
         return record.ids, record.logprobs
 
-    def rows(
-        self,
-        records: Sequence[TokenSets | None],
-        lengths: Sequence[int],
-        here: Callable[[Tensor], Tensor],
-        is_read: Tensor,
-    ) -> TopK:
+    def rows(self, records: Sequence[TokenSets | None], layout: Layout, is_read: Tensor) -> TopK:
         """As wide as the widest record; no ids where a sample has none."""
         width = max((record.ids.shape[1] for record in records if record is not None), default=0) or 1
-        size = sum(lengths)
+        size = sum(layout.lengths)
         whole = TopK(
             ids=torch.full((size, width), ABSENT, dtype=torch.int32),
             logprobs=torch.zeros(size, width),
             tails=torch.ones(size, dtype=torch.float64),
         )
-        parts = zip(records, *(getattr(whole, name).split(lengths) for name in TopK.per_row), strict=True)
+        parts = zip(records, *(getattr(whole, name).split(layout.lengths) for name in TopK.per_row), strict=True)
         for record, ids, logprobs, tails in parts:
             if record is not None:
                 ids[:, : record.ids.shape[1]] = record.ids
                 logprobs[:, : record.ids.shape[1]] = record.logprobs
                 tails.copy_(record.tails)
-        return whole.map(here)
+        return whole.map(layout.here)
 
 
 def _table(rows: Any, filling: int) -> np.ndarray:
@@ -149,11 +143,11 @@ def _mistakes(record: TokenSets) -> Mapping[str, Tensor]:
     ordered = ids.sort(dim=1).values
     mass = torch.where(present, logprobs.double(), -torch.inf).exp().sum(dim=1)
     return {
-        "hold a negative number other than -1, which is not a token": (ids < ABSENT).any(dim=1),
+        "contain a negative number other than -1, which is not a token": (ids < ABSENT).any(dim=1),
         "name a token twice, which would count twice": (
             (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
         ).any(dim=1),
-        "hold a log-probability that is not finite, so the loss would not be": (
+        "contain a log-probability that is not finite, so the loss would not be": (
             present & ~torch.isfinite(logprobs)
         ).any(dim=1),
         f"are probabilities that sum to more than {_MOST_MASS}, which is not a distribution": mass > _MOST_MASS,

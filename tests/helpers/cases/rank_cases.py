@@ -369,7 +369,7 @@ FAULTS = {
     "tp2-constant-topkbeyond": "contains token id 16 at response token",
     "dp2-constant-whole-wholeabsent": "rank 1: sample 1 has no teacher_hidden, which --pg-term wide:full_jsd needs",
     "dp2-constant-whole-wholewidth": "rank 1: teacher_hidden of sample 1 have width 5, and the rows of --pg-teacher-head have 6",
-    "dp2-constant-whole-wholenan": "rank 1: teacher_hidden of sample 1 hold a number that is not finite at response token",
+    "dp2-constant-whole-wholenan": "rank 1: teacher_hidden of sample 1 contain a number that is not finite at response token",
     "tp2-constant-whole-wholeother": "ScheduleError: step plan differs between ranks 0 and 1",
     "pp2-constant-whole-wholecolumns": "--pg-teacher-head has 15 rows and the student 16 columns",
     "dp2-constant-keptnowhere": "data-parallel rank 0 has samples with a sampling mask and rank 1 has none",

@@ -47,6 +47,15 @@ class Layout:
     def world_size(self) -> int:
         return self.data * self.context * self.tensor
 
+    @property
+    def name(self) -> str:
+        """Short, for the ids of tests."""
+        sizes = {"D": self.data, "C": self.context, "T": self.tensor, "M": self.microbatches, "P": self.pipeline}
+        parts = [f"{letter}{size}" for letter, size in sizes.items() if size > 1 or letter == "M"]
+        return "-".join(
+            [*parts, *(["bshd"] if self.qkv_format == "bshd" else []), *(["padded"] if self.padding else [])]
+        )
+
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         return rank // (self.context * self.tensor), rank // self.tensor % self.context, rank % self.tensor
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-import teacher_oracle
+import token_oracle
 import torch
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import LossTerms, PolicyLoss
 from megatron_pg.objectives import objective_of
 
+KINDS = ("full_forward_kl", "full_reverse_kl", "full_jsd")
 SHARE = 0.3
 BONUS = 0.2
 
@@ -62,11 +63,13 @@ class Parts:
         fields = TokenFields(
             targets=torch.where(mask, torch.randint(0, size, (rows,)), -100),
             mask=mask,
-            policy_mask=policy if has_own_tokens else None,
             weights=weights["rl"],
             old_logprobs=torch.where(policy, -torch.rand(rows) - 2, math.nan).double(),
             advantages=torch.where(policy, torch.randn(rows), math.nan).double(),
-            terms={"t": TermFields(weights=weights["t"], mask=taught if has_own_tokens else None)},
+            terms={
+                "rl": TermFields(mask=policy if has_own_tokens else None),
+                "t": TermFields(weights=weights["t"], mask=taught if has_own_tokens else None),
+            },
             teacher_hidden=TeacherStates(slots=(taught.cumsum(0) - 1).clamp(min=0), states=states),
         )
         terms = LossTerms(objective=objective_of(objective), further=loss_terms, grad_divisor=2.0)
@@ -80,7 +83,7 @@ class Parts:
         hidden = torch.where(fields.mask[:, None], self.hidden.double(), 0)
         logits = (hidden @ weight.t()).requires_grad_()
         log_q = (logits / temperature).log_softmax(1)
-        policy = fields.of_policy.mask
+        policy = fields.objective_mask
         targets, weights = fields.targets.clamp(min=0)[:, None], torch.where(policy, fields.weights, 0)
         bonus = BONUS * (log_q.exp() * log_q).sum(1)
         advantages = torch.where(policy, fields.advantages, 0)
@@ -91,7 +94,7 @@ class Parts:
         theirs = teacher.states.double() @ self.teacher_weight[: self.size].double().t()
         for t in fields.of_term("t").mask.nonzero()[:, 0].tolist():
             pair = logits[t].tolist(), theirs[teacher.slots[t]].tolist()
-            row = teacher_oracle.row_of(term.kind, *pair, temperature=temperature, share=term.mixture)
+            row = token_oracle.full_divergence(term.kind, *pair, temperature=temperature, share=term.mixture)
             factor = term.weight * float(fields.of_term("t").weights[t])
             total += factor * row.value
             gradient[t] += factor * torch.from_numpy(row.gradient)

@@ -53,11 +53,11 @@ class Parts:
         fields = TokenFields(
             targets=torch.where(union, torch.randint(0, columns, (rows,)), -100),
             mask=union,
-            policy_mask=masks["rl"],
             weights=weights["rl"],
             corrections=torch.linspace(0, 2, rows, dtype=torch.float64),
             **{name: torch.where(read[name], each, math.nan) for name, each in values.items()},
-            terms={s.name: TermFields(weights=weights[s.name], mask=masks[s.name]) for s in TERMS if s.on != "rl"},
+            terms={"rl": TermFields(mask=masks["rl"])}
+            | {s.name: TermFields(weights=weights[s.name], mask=masks[s.name]) for s in TERMS if s.on != "rl"},
         )
         return cls(fields, masks, weights, grad_divisor)
 

@@ -65,12 +65,12 @@ class Parts:
         fields = TokenFields(
             targets=torch.where(union, targets, -100),
             mask=union,
-            policy_mask=masks["h"],
             weights=weights["h"],
             old_logprobs=torch.where(masks["h"], -torch.rand(rows, dtype=torch.float64) - 2, math.nan),
             advantages=torch.where(masks["h"], torch.randn(rows, dtype=torch.float64), math.nan),
             teacher_topk=teacher,
-            terms={s.name: TermFields(weights=weights[s.name], mask=masks[s.name]) for s in loss_terms[:-1]},
+            terms={"rl": TermFields(mask=masks["h"])}
+            | {s.name: TermFields(weights=weights[s.name], mask=masks[s.name]) for s in loss_terms[:-1]},
         )
         return cls(fields, loss_terms, size)
 
@@ -86,7 +86,7 @@ class Parts:
         f = self.fields
         for t in f.mask.nonzero()[:, 0].tolist():
             log_q = torch.log_softmax(logits[t, : self.size].double() / temperature, dim=0)
-            if f.policy_mask[t]:
+            if f.objective_mask[t]:
                 bonus = 0.2 * f.weights[t] * (log_q.exp() * log_q).sum()
                 total = total - f.weights[t] * f.advantages[t] * log_q[f.targets[t]] + bonus
             for term in self.loss_terms[:-1]:

@@ -8,10 +8,10 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megatron_pg.kernels.triton import loss as triton_loss
-from megatron_pg.kernels.triton import one_launch, segments, surrogate, topk_loss, topk_rows, vocab_parallel
+from megatron_pg.kernels.triton import segments, single_pass, surrogate, topk_loss, topk_rows, vocab_parallel
 from megatron_pg.kernels.triton import topk as topk_triton
 
-MODULES = (one_launch, segments, surrogate, topk_loss, topk_rows, topk_triton, triton_loss, vocab_parallel)
+MODULES = (single_pass, segments, surrogate, topk_loss, topk_rows, topk_triton, triton_loss, vocab_parallel)
 NOTHING = ("empty", "empty_like", "new_empty", "detach", "alias", "scalar_tensor")
 
 

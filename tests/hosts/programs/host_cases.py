@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
-import objective_oracle as oracle
+import step_oracle as oracle
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -40,13 +40,14 @@ AGGREGATIONS = {
 HEADS = {"logits": {}} | {mode: {"pg_fused_head": mode} for mode in HEAD_MODES}
 SFT_WEIGHT = 0.25
 TIS = (0.9, 1.2)
-_CLIP = {"pg_clip_eps_low": 0.2, "pg_clip_eps_high": 0.28}
+NUMBERS = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
+_CLIP = {f"pg_{name}": number for name, number in NUMBERS.items()}
 OBJECTIVES = {
     "grpo": (_CLIP, {}),
     "gspo": ({"pg_objective": "gspo", **_CLIP}, {"objective": "gspo"}),
     "cispo, tis": (
         {"pg_objective": "cispo", "pg_cispo_cap": 1.3, "pg_correction": "tis", "pg_correction_high": 1.1},
-        {"objective": "cispo", "cispo_cap": 1.3, "eps_low": 1.0, "correction": "tis", "correction_high": 1.1},
+        {"objective": "cispo", "numbers": {"cispo_cap": 1.3}, "correction": "tis", "correction_high": 1.1},
     ),
     "kl": ({**_CLIP, "pg_kl_coef": 0.3, "pg_kl_estimator": "k3"}, {"kl_coef": 0.3, "kl_estimator": "k3"}),
 }
@@ -83,10 +84,10 @@ class Case:
     @property
     def settings(self) -> oracle.Settings:
         """The oracle's."""
-        clip = {"eps_low": 0.2, "eps_high": 0.28} | (OBJECTIVES | TERMS)[self.objective][1]
+        words = {"numbers": NUMBERS} | (OBJECTIVES | TERMS)[self.objective][1]
         divisor = AGGREGATIONS[self.aggregation].get("loss_aggregation_divisor")
         per_token = self.per_token or self.aggregation == "token_mean"
-        return oracle.Settings(aggregation=self.aggregation, divisor=divisor, per_token=per_token, **clip)
+        return oracle.Settings(aggregation=self.aggregation, divisor=divisor, per_token=per_token, **words)
 
     @property
     def num_steps(self) -> int:
@@ -301,7 +302,7 @@ def _expected(
                 prompt_id=sample.prompt_id,
             )
         )
-    result = oracle.step(documents, settings)
+    result = oracle.run(documents, settings)
     of_embedding, of_head = np.zeros_like(embedding), np.zeros_like(head)
     for before, slope in zip(inputs, result.gradients, strict=True):
         np.add.at(of_embedding, before, slope @ head)

@@ -20,12 +20,14 @@ from cpu import cpu_megatron
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels on a CPU
 cpu_megatron.enable()
 
+import metric_oracle
 import numpy as np
-import objective_oracle
-import oracle
+import step_oracle
+import token_oracle
 import torch
 import verl_host as host
 from megatron.core import parallel_state
+from step_oracle import Document, Settings
 from torch import Tensor
 
 from megatron_pg.hosts.step import HostStep
@@ -80,8 +82,8 @@ def embedding_and_head() -> tuple[np.ndarray, np.ndarray]:
 def logprobs_of(tokens: Sequence[int], start: int) -> list[float]:
     """Log-probabilities of the tokens from `start` on, of the model that is trained."""
     embedding, head = embedding_and_head()
-    rows = [(head @ embedding[tokens[k - 1]]).tolist() for k in range(start, len(tokens))]
-    return [oracle.log_softmax(row, 1.0)[tokens[start + k]] for k, row in enumerate(rows)]
+    rows = [head @ embedding[tokens[k - 1]] for k in range(start, len(tokens))]
+    return [float(token_oracle.log_softmax(row, 1.0)[tokens[start + k]]) for k, row in enumerate(rows)]
 
 
 def batch(*, one_each: bool = False) -> list[Sample]:
@@ -122,29 +124,26 @@ def of_step(samples: Sequence[Sample], number: int, steps: int) -> Sequence[Samp
     return samples[number * size : (number + 1) * size]
 
 
-def settings_of(options: dict[str, Any]) -> objective_oracle.Settings:
+def settings_of(options: dict[str, Any]) -> Settings:
     """The oracle's words for our options."""
-    words = {name.removeprefix("pg_").replace("clip_eps", "eps"): value for name, value in options.items()}
+    words = {name.removeprefix("pg_"): value for name, value in options.items()}
+    words["numbers"] = {name: words.pop(name) for name in token_oracle.RANGES if name in words}
     aggregation = words.pop("loss_aggregation")
     if divisor := words.pop("loss_aggregation_divisor", None):
         words["divisor"] = divisor
-    if words["objective"] == "cispo":
-        words["eps_low"] = 1.0
-    return objective_oracle.Settings(aggregation=aggregation, per_token=aggregation == "token_mean", **words)
+    return Settings(aggregation=aggregation, per_token=aggregation == "token_mean", **words)
 
 
-def expected(samples: Sequence[Sample], settings: objective_oracle.Settings) -> tuple[list[Tensor], Any]:
-    """Gradients of embedding and head, and the oracle's losses."""
+def documents_of(samples: Sequence[Sample]) -> list[Document]:
     embedding, head = embedding_and_head()
     documents = []
     for sample in samples:
-        tokens, start = sample.tokens.tolist(), len(sample.tokens) - sample.response_length
-        logits = np.array([head @ embedding[tokens[k - 1]] for k in range(start, len(tokens))])
+        start = len(sample.tokens) - sample.response_length
         fields = {"rollout": sample.rollout_logprobs, "ref": sample.ref_logprobs, "old": sample.old_logprobs}
         documents.append(
-            objective_oracle.Document(
-                logits=logits,
-                targets=np.array(tokens[start:]),
+            Document(
+                logits=embedding[sample.tokens[start - 1 : -1].numpy()] @ head.T,
+                targets=sample.tokens[start:].numpy(),
                 mask=sample.loss_mask.numpy(),
                 advantages=sample.advantages.numpy(),
                 rollout_id=sample.rollout_id,
@@ -152,43 +151,25 @@ def expected(samples: Sequence[Sample], settings: objective_oracle.Settings) -> 
                 **{name: values.numpy() for name, values in fields.items()},
             )
         )
-    result = objective_oracle.step(documents, settings)
+    return documents
+
+
+def expected(samples: Sequence[Sample], settings: Settings) -> tuple[list[Tensor], dict[str, float]]:
+    """Gradients of embedding and head, and the metrics."""
+    embedding, head = embedding_and_head()
+    documents, nothing = documents_of(samples), [None] * len(samples)
+    result = step_oracle.run(documents, settings)
     of_embedding, of_head = np.zeros_like(embedding), np.zeros_like(head)
     for sample, rows in zip(samples, result.gradients, strict=True):
-        before = sample.tokens.tolist()[-sample.response_length - 1 : -1]
-        for token, row in zip(before, rows, strict=True):
-            of_embedding[token] += row @ head
-            of_head += np.outer(row, embedding[token])
-    return [torch.tensor(of_embedding), torch.tensor(of_head)], result
-
-
-def metrics_expected(samples: Sequence[Sample], options: dict[str, Any], result: Any) -> dict[str, float]:
-    settings = settings_of(options)
-    embedding, head = embedding_and_head()
-    known = [
-        oracle.OracleSample(
-            tokens=s.tokens.tolist(),
-            mask=s.loss_mask.int().tolist(),
-            old_logprobs=s.old_logprobs.tolist(),
-            advantages=s.advantages.tolist(),
-            logits=[(head @ embedding[token]).tolist() for token in s.tokens.tolist()],
-            rollout=s.rollout_id,
-            prompt=s.prompt_id,
-            ref_logprobs=s.ref_logprobs.tolist(),
-            rollout_logprobs=s.rollout_logprobs.tolist(),
-            reward=s.reward,
-        )
-        for s in samples
-    ]
-    clip = {"eps_low": settings.eps_low, "eps_high": settings.eps_high}
-    found = oracle.all_metrics(known, settings.aggregation, divisor=settings.divisor, **clip, temperature=1.0)
-    found["pg_loss"] = result.pg_loss
+        before = sample.tokens[-sample.response_length - 1 : -1].numpy()
+        np.add.at(of_embedding, before, rows @ head)
+        of_head += rows.T @ embedding[before]
+    rewards = [sample.reward for sample in samples]
+    metrics = metric_oracle.step_metrics(documents, settings, result.terms["rl"], rewards, nothing)
+    metrics["pg_loss"] = result.pg_loss
     if settings.kl_coef:
-        found |= {"loss": result.loss, "kl_loss": result.kl_loss, "entropy_loss": result.entropy_loss}
-    if settings.objective != "grpo":  # whose clip the oracle of metrics has
-        for name in ("clipped_ratio_fraction", "clipped_high_fraction", "clipped_low_fraction"):
-            found.pop(name)
-    return found
+        metrics |= {"loss": result.loss, "kl_loss": result.kl_loss, "entropy_loss": result.entropy_loss}
+    return [torch.tensor(of_embedding), torch.tensor(of_head)], metrics
 
 
 # --- one batch through verl ---
@@ -242,9 +223,9 @@ def case(
     assert [record["iteration"] for record in records] == list(range(1, steps + 1))
     for number in range(steps):
         part = of_step(samples, number, steps)
-        gradients, result = expected(part, settings_of(options))
+        gradients, metrics = expected(part, settings_of(options))
         worst = max(worst, error(worker.engine.optimizer.found[number], gradients))
-        rows.append(metrics_expected(part, options, result))
+        rows.append(metrics)
         of_metrics = max(of_metrics, _worst_metric(records[number], rows[-1]))
     if logged:
         reduced = {name: _over_steps(name, [row[name] for row in rows]) for name in rows[0]}
@@ -393,7 +374,7 @@ def passes(verl: SimpleNamespace, *, fused: bool, temperature: float) -> float:
     for sample, logprobs, entropies in zip(samples, *rows, strict=True):
         tokens = sample.tokens.tolist()
         for k in range(len(tokens) - 1):
-            row = oracle.log_softmax((head @ embedding[tokens[k]]).tolist(), temperature)
+            row = token_oracle.log_softmax(head @ embedding[tokens[k]], temperature)
             entropy = -math.fsum(math.exp(x) * x for x in row)
             pairs = (float(logprobs[k]), row[tokens[k + 1]]), (float(entropies[k]), entropy)
             worst = max(worst, *(abs(found - wanted) / max(abs(wanted), 1.0) for found, wanted in pairs))

@@ -88,9 +88,9 @@ def test_runs_that_could_overlap_are_refused(first, size):
     ("changed", "message"),
     [
         ({"max_tokens": 4}, "do not fit into 2 micro-batches of 4 tokens on each of 4 ranks"),
-        ({"num_microbatches": 0}, "no micro-batches of a rank"),
-        ({"rank": 4}, "no micro-batches of a rank"),
-        ({"attention_length": 0.0}, "no micro-batches of a rank"),
+        ({"num_microbatches": 0}, "do not select the micro-batches of a rank"),
+        ({"rank": 4}, "do not select the micro-batches of a rank"),
+        ({"attention_length": 0.0}, "do not select the micro-batches of a rank"),
     ],
 )
 def test_a_cut_that_cannot_be_is_a_named_error(changed, message):

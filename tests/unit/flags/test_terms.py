@@ -33,7 +33,7 @@ def test_a_text_is_a_term():
 
 def test_what_is_not_said_is_the_objectives():
     args = validate_args(arguments(**constant(7.0), **terms("sft:ce", "t:opd,on=rl,aggregation=token_mean")))
-    sft, teacher = Facts(args).terms
+    sft, teacher = Facts(args).further
     assert (sft.aggregation, sft.divisor, sft.tokens) == ("constant", 7.0, "sft")
     assert (teacher.aggregation, teacher.divisor, teacher.tokens) == ("token_mean", None, "rl")
     assert teacher.estimator == "k3_weighted"
@@ -42,15 +42,15 @@ def test_what_is_not_said_is_the_objectives():
 
 def test_a_top_k_divergence_has_its_mixture_and_the_floor_of_its_tail():
     texts = ("a:topk_jsd,beta=0.1", "b:topk_skew_reverse,on=rl", "c:topk_generalised_reverse", "d:ce")
-    found = Facts(validate_args(arguments(**terms(*texts, pg_teacher_tail_floor=1e-3)))).terms
+    found = Facts(validate_args(arguments(**terms(*texts, pg_teacher_tail_floor=1e-3)))).further
     assert [(each.mixture, each.tail_floor) for each in found] == [(0.1, 1e-3), (0.1, 1e-3), (None, None), (None, None)]
     assert [each.reads for each in found] == [*[("teacher_topk",)] * 3, ()]
-    (whole,) = Facts(validate_args(arguments(**terms("a:full_jsd", **TAUGHT)))).terms
+    (whole,) = Facts(validate_args(arguments(**terms("a:full_jsd", **TAUGHT)))).further
     assert (whole.reads, whole.mixture, whole.tail_floor) == (("teacher_hidden",), 0.5, None)
     shown = banner(validate_args(arguments(**terms("a:full_jsd", **TAUGHT))))
     assert "m = βP + (1-β)Q, β = 0.5, over the whole vocabulary)" in shown
     assert "logits of its hidden states, by teacher.safetensors  (--pg-teacher-head)" in shown
-    (plain,) = Facts(validate_args(arguments(**terms("a:topk_jsd")))).terms
+    (plain,) = Facts(validate_args(arguments(**terms("a:topk_jsd")))).further
     assert (plain.mixture, plain.tail_floor) == (0.5, 1e-6)
     text = banner(validate_args(arguments(**terms(*texts, pg_teacher_tail_floor=1e-3))))
     assert (
@@ -63,12 +63,15 @@ def test_a_top_k_divergence_has_its_mixture_and_the_floor_of_its_tail():
 @pytest.mark.filterwarnings("ignore::megatron_pg.args.ArgumentWarning")
 def test_under_a_custom_reducer_the_default_is_the_step_mean():
     args = validate_args(arguments(custom_pg_loss_reducer_function_path=REDUCER, **terms("sft:ce")))
-    assert Facts(args).terms[0].aggregation == "sample_mean"
+    assert Facts(args).further[0].aggregation == "sample_mean"
 
 
 def test_a_weight_of_0_drops_a_term_and_the_shorthands_are_terms():
     args = validate_args(arguments(pg_kl_coef=0.1, pg_kl_estimator="k2", **terms("sft:ce,weight=0", "b:ce")))
-    assert [(term.name, term.weight, term.tokens) for term in Facts(args).terms] == [("kl", 0.1, "rl"), ("b", 1.0, "b")]
+    assert [(term.name, term.weight, term.tokens) for term in Facts(args).further] == [
+        ("kl", 0.1, "rl"),
+        ("b", 1.0, "b"),
+    ]
 
 
 def test_the_banner_says_the_whole_sum():

@@ -122,5 +122,5 @@ def test_a_line_that_is_not_valid_is_named(tmp_path, report):
     run(path, report, {1: 1})
     with path.open("a", encoding="utf-8") as file:
         file.write("{not json}\n")
-    with pytest.raises(ValueError, match=r"m\.jsonl:2 is no line of a metrics file"):
+    with pytest.raises(ValueError, match=r"m\.jsonl:2 is not a line of a metrics file"):
         HostLog(SETTINGS, {}, str(path))

@@ -19,7 +19,7 @@ pytestmark = [  # of Triton's interpreter, which computes in NumPy
 ]
 
 
-@pytest.mark.parametrize("columns", [33, 1024])  # 1024: the one-launch kernel's, if the objective were alone
+@pytest.mark.parametrize("columns", [33, 1024])  # 1024: the single-pass kernel's, if the objective were alone
 @pytest.mark.parametrize(("impl", "inplace"), [("torch", False), ("triton", False), ("triton", True)])
 def test_the_gradient_of_terms_is_that_of_their_losses(impl, inplace, columns):
     parts = Parts.draw(17, columns - 1, grad_divisor=4.0).on(DEVICE)

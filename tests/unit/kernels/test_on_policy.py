@@ -95,5 +95,5 @@ def test_the_kernels_of_whole_losses_are_left_out():
     own = {"entropy": TermFields(mask=torch.ones(ROWS, dtype=torch.bool))}
     known = replace(fields(torch.zeros(ROWS)), terms=own)
     assert PolicyLoss(replace(terms, further=kl_and_entropy(entropy_coef=0.1)), known).row is None
-    of_some = replace(fields(torch.zeros(ROWS)), policy_mask=torch.ones(ROWS, dtype=torch.bool))
+    of_some = replace(fields(torch.zeros(ROWS)), terms={"rl": TermFields(mask=torch.ones(ROWS, dtype=torch.bool))})
     assert PolicyLoss(terms, of_some).row is None

@@ -3,15 +3,13 @@
 import math
 from dataclasses import replace
 
-import one_launch
 import pytest
-import topk_oracle
+import token_oracle
 import torch
 from compare import scalar_error, tensor_error
 from launch_count import counted
 from topk_parts import FLOOR, NAMES, SHARE, Parts, divergence, one_term
 
-from megatron_pg.batch.fields import TermFields
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
 from megatron_pg.objectives import objective_of
 
@@ -91,7 +89,7 @@ def test_the_oracle_by_loops_is_the_definition(kind):
     wanted = divergence(kind, p, q)
     (gradient,) = torch.autograd.grad(wanted, z)
     options = {"temperature": 0.7, "share": SHARE, "floor": FLOOR}
-    found = topk_oracle.row_of(kind, z.tolist(), ids, log_p[ids].tolist(), **options)
+    found = token_oracle.topk_divergence(kind, z.tolist(), ids, log_p[ids].tolist(), **options)
     assert abs(found.value - float(wanted.detach())) <= 1e-15 * found.magnitude
     assert tensor_error(torch.from_numpy(found.gradient), gradient) <= 1e-14
 
@@ -102,7 +100,7 @@ def test_what_is_launched_with_one_divergence_beside_the_objective(monkeypatch):
     parts = Parts.draw(4, 32, 5, "topk_jsd")
     objective = objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28)
     term = replace(parts.loss_terms[0], on="rl")
-    fields = replace(parts.fields, mask=parts.fields.policy_mask, policy_mask=None, terms={})
+    fields = replace(parts.fields, mask=parts.fields.objective_mask, terms={})
     policy_loss = PolicyLoss(LossTerms(objective=objective, further=(term,)), fields)
     leaf = torch.randn(4, 33, device=DEVICE, requires_grad=True)
     with counted(monkeypatch) as found:
@@ -116,31 +114,26 @@ def test_what_is_launched_with_one_divergence_beside_the_objective(monkeypatch):
     assert sum(found.values()) == 22
 
 
-@pytest.mark.proof("One launch with a divergence over likeliest tokens, float32 per row, against float64: within 4e-6")
+@pytest.mark.proof("A divergence over likeliest tokens beside the objective by kernels, against float64: within 4e-6")
 @pytest.mark.usefixtures("on_the_device")
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("terms", [{}, {"kl_coef": 0.1, "kl_estimator": "k3", "entropy_coef": 0.2}], ids=str)
 @pytest.mark.parametrize("kind", NAMES)
-def test_one_term_goes_through_the_one_launch_kernel(kind, terms, inplace, monkeypatch, evidence):
-    """On a CPU its own work is done in torch, by its own functions of a row."""
-    if not CUDA:
-        one_launch.in_torch(monkeypatch)
+def test_one_term_beside_the_objective(kind, terms, inplace, evidence):
+    """With rows of small tails, of none, and of one id."""
     for width in (1, 5, 33, 48):  # of 48
         torch.manual_seed(width)
         loss, logits = one_term(kind, width, **terms)
         vocabulary, found = Vocabulary.of(64, temperature=0.8, vocab_size=48), []
-        with counted(monkeypatch) as launches:
-            for impl in ("triton", "torch"):
-                leaf = (logits.float() if impl == "triton" else logits.float().double()).requires_grad_()
-                rows = leaf * 1
-                options = {"inplace": inplace and impl == "triton", "impl": impl, "grad_scale": 3.0, "entropy": True}
-                out = policy_gradient_loss(rows, loss, vocabulary, **options)
-                if impl == "triton" and not inplace:
-                    assert torch.equal(rows.detach().nan_to_num(7.0), leaf.detach().nan_to_num(7.0))
-                (3 * out.loss).backward()
-                found.append((out, leaf.grad))
-        kernels = {name: n for name, n in launches.items() if name.endswith("_kernel")}
-        assert kernels == {"take_and_hide_kernel": 1, "one_launch_kernel": 1, "rescale_kernel": 1}
+        for impl in ("triton", "torch"):
+            leaf = (logits.float() if impl == "triton" else logits.float().double()).requires_grad_()
+            rows = leaf * 1
+            options = {"inplace": inplace and impl == "triton", "impl": impl, "grad_scale": 3.0, "entropy": True}
+            out = policy_gradient_loss(rows, loss, vocabulary, **options)
+            if impl == "triton" and not inplace:
+                assert torch.equal(rows.detach().nan_to_num(7.0), leaf.detach().nan_to_num(7.0))
+            (3 * out.loss).backward()
+            found.append((out, leaf.grad))
         (out, gradient), (wanted, wanted_gradient) = found
         assert scalar_error(float(out.loss.detach()), float(wanted.loss.detach()), 10.0) <= LIMITS["triton"]
         for name in ("token_losses", "logprobs", "log_ratios", "entropy", "term_losses", "student_mass"):
@@ -150,76 +143,6 @@ def test_one_term_goes_through_the_one_launch_kernel(kind, terms, inplace, monke
         errors = (gradient - wanted_gradient).abs().amax(dim=1) / scale
         assert errors.max() <= LIMITS["triton"], width
     evidence(cases=80)
-
-
-@pytest.mark.skipif(not CUDA, reason="the one-launch kernel runs on a GPU only")
-@pytest.mark.usefixtures("on_the_device")
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("columns", [2048, 19008, 37984, 60000, 76800, 94208, 128256, 151936, 188416, 262144])
-def test_every_shape_of_the_one_launch_kernel(columns, dtype, inplace, monkeypatch):
-    """Several rows per program, masked ones among them: values, gradient, and the bits of the logits."""
-    for kind, width, terms in (("topk_jsd", 64, {}), ("topk_reverse_kl", 300, {"entropy_coef": 0.2})):
-        torch.manual_seed(columns)
-        loss, logits = one_term(kind, width, 1500, columns - 32, 32, **terms)
-        vocabulary, found = Vocabulary.of(columns, temperature=0.8, vocab_size=columns - 32), []
-        logits = logits.to(dtype)
-        with counted(monkeypatch) as launches:
-            for impl in ("triton", "torch"):
-                for rows in range(0, 1500, 1500 if impl == "triton" else 250):  # float64 tables are large
-                    part = slice(rows, rows + (1500 if impl == "triton" else 250))
-                    leaf = logits[part].to(dtype if impl == "triton" else torch.float64).requires_grad_()
-                    table = leaf * 1
-                    options = {"inplace": inplace and impl == "triton", "impl": impl, "entropy": True}
-                    out = policy_gradient_loss(table, loss.at(part), vocabulary, **options)
-                    if impl == "triton" and not inplace:
-                        assert torch.equal(table.detach().nan_to_num(7.0), leaf.detach().nan_to_num(7.0))
-                    out.loss.backward()
-                    found.append((out, leaf.grad.to(torch.float64 if impl == "triton" else dtype)))
-                    del table, leaf
-        assert launches["one_launch_kernel"] == 1
-        (out, gradient), *parts = found
-        for name in ("token_losses", "logprobs", "entropy", "term_losses", "student_mass"):
-            wanted = torch.cat([getattr(part, name) for part, _ in parts], dim=-1)
-            assert ((getattr(out, name).double() - wanted).abs() <= 2e-5 * (1 + wanted.abs())).all(), (kind, name)
-        exact = torch.cat([part for _, part in parts]).double()  # rounded once, as ours
-        rounding = {torch.float32: 2e-5, torch.bfloat16: 2.0**-7}[dtype]
-        least = 2e-5 * exact.abs().amax(dim=1, keepdim=True).clamp(min=0.01)
-        assert ((gradient - exact).abs() <= rounding * exact.abs() + least).all(), kind
-
-
-@pytest.mark.usefixtures("on_the_device")
-def test_what_is_launched_where_one_launch_does_the_work(monkeypatch):
-    """Six, where the objective alone has four."""
-    if not CUDA:
-        one_launch.in_torch(monkeypatch)
-    taught, logits = one_term("topk_jsd", 5)
-    totals = []
-    for loss in (taught, taught.without_topk):
-        leaf = logits.float().requires_grad_()
-        with counted(monkeypatch) as found:
-            rows = leaf.view_as(leaf)
-            out = policy_gradient_loss(rows, loss, Vocabulary.of(64), entropy=True)
-            torch.autograd.grad(out.loss, leaf)
-        totals.append(sum(found.values()))
-    assert totals == [6, 4]
-
-
-@pytest.mark.usefixtures("on_the_device")
-def test_rows_that_one_launch_does_not_do_go_through_the_others(monkeypatch):
-    """A loss term with tokens of its own, two of them, a set that is not trained."""
-    if not CUDA:
-        launches = one_launch.in_torch(monkeypatch)
-    (loss, logits), (other, _) = one_term("topk_jsd", 5), one_term("topk_forward_kl", 5)
-    own = {"topk_jsd": TermFields(weights=loss.fields.weights, mask=loss.fields.mask)}
-    elsewhere = replace(loss.fields, terms={loss.terms.further[0].name: own["topk_jsd"]})
-    two = replace(loss.terms, further=(loss.terms.further[0], replace(other.terms.further[0], name="t1")))
-    assert loss.is_by_token
-    assert not replace(loss, fields=elsewhere).is_by_token
-    assert not replace(loss, terms=two).is_by_token
-    with torch.no_grad():
-        policy_gradient_loss(logits.float(), loss, Vocabulary.of(64, vocab_size=48), impl="triton")
-    assert CUDA or not launches
 
 
 # ---- Laws ----
@@ -250,7 +173,7 @@ def test_a_teacher_that_is_the_student_teaches_nothing(kind):
     logits = torch.randn(9, 13, dtype=torch.float64)
     parts = Parts.draw(9, 12, 4, kind, log_p=logits[:, :12].log_softmax(dim=1))
     logits[~parts.fields.mask] = 0
-    alone = parts.fields.of_term("t0").mask & ~parts.fields.policy_mask
+    alone = parts.fields.of_term("t0").mask & ~parts.fields.objective_mask
     out, gradient = run(parts, logits, "torch", temperature=1.0)
     assert alone.any()
     assert gradient[alone].abs().max() <= 1e-16

@@ -10,8 +10,8 @@ from dataclasses import fields as dataclass_fields
 from itertools import product
 from types import SimpleNamespace
 
-import one_launch
 import pytest
+import single_pass
 import threads
 import torch
 from loss_terms import kl_and_entropy
@@ -220,9 +220,9 @@ def test_random_cases_equal_the_oracle(block, full, evidence):
 @pytest.mark.skipif(CUDA, reason="the kernel itself runs")
 @pytest.mark.parametrize("backward", ["bf16", "split"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_that_go_through_the_one_launch_kernel(dtype, backward, monkeypatch):
+def test_chunks_that_go_through_the_single_pass_kernel(dtype, backward, monkeypatch):
     """The kernel's own work is done in torch."""
-    launches = one_launch.in_torch(monkeypatch)
+    launches = single_pass.in_torch(monkeypatch)
     changes = {"padding": 16, "temperature": 0.7, "upstream": 6.0, "grad_divisor": 4.0, "main_grad": True}
     case = Case(dtype=dtype, backward=backward, impl="triton", **changes)
     check(case)
@@ -717,8 +717,8 @@ def test_every_objective_equals_the_one_over_stored_logits(name, mode, penalised
 )
 @pytest.mark.parametrize("whole", [False, True])
 def test_every_row_of_tokens_in_the_head_equals_torch(name, whole, monkeypatch):
-    """By statistics, one launch for the loss and a gradient, or by the one-launch kernel, its own work done in torch."""
-    launches = one_launch.in_torch(monkeypatch) if whole else []
+    """By statistics, one launch for the loss and a gradient, or by the single-pass kernel, its own work done in torch."""
+    launches = single_pass.in_torch(monkeypatch) if whole else []
     fields = make(Case(dtype=torch.float32, impl="triton"))
     numbers = {n.name: NUMBERS[n.name] for n in OBJECTIVES[name].numbers}
     terms = LossTerms(

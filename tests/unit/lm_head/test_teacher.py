@@ -4,11 +4,10 @@ import threading
 from dataclasses import replace
 
 import pytest
-import teacher_oracle
 import threads
 import torch
 from compare import scalar_error, tensor_error
-from teacher_parts import SHARE, Parts
+from teacher_parts import KINDS, SHARE, Parts
 
 from megatron_pg.batch.fields import TeacherStates, TermFields, TopK
 from megatron_pg.declarations.loss_terms import LossTerm
@@ -58,7 +57,7 @@ def run(parts: Parts, head: Head, *, temperature: float = 0.7, tp_group=None, ra
 
 @pytest.mark.parametrize("mode", ["forward", "recompute"])
 @pytest.mark.parametrize(("impl", "dtype"), IMPLS)
-@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("has_own_tokens", [True, False])
 def test_loss_and_gradients_are_those_of_whole_distributions(kind, impl, dtype, mode, has_own_tokens):
     parts = Parts.draw(kind, dtype, has_own_tokens=has_own_tokens)
@@ -70,7 +69,7 @@ def test_loss_and_gradients_are_those_of_whole_distributions(kind, impl, dtype, 
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_wide_rows_whose_length_no_vector_divides(kind, split):
     """More than one group of tiles, a tail, and a gradient that is written over the logits."""
     parts = Parts.draw(kind, torch.float32, rows=6, size=5003, padding=0)
@@ -87,7 +86,7 @@ def test_wide_rows_whose_length_no_vector_divides(kind, split):
 @pytest.mark.parametrize(
     ("impl", "dtype", "ranks"), [(*IMPLS[0], 3), (*IMPLS[2], 2)]
 )  # of three the last holds padding alone
-@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_vocabulary_may_lie_over_ranks(kind, impl, dtype, mode, ranks, monkeypatch):
     lock = threading.Lock()  # the interpreter runs one kernel at a time
     for name in ("statistics_kernel", "combine_kernel", "mixture_kernel", "gradient_kernel"):
@@ -123,7 +122,7 @@ class OneAtATime:
 
 @pytest.mark.parametrize("mode", ["forward", "recompute"])
 @pytest.mark.parametrize(("impl", "dtype"), IMPLS)
-@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_teacher_that_is_the_student_teaches_nothing(kind, impl, dtype, mode):
     parts = Parts.draw(kind, dtype)
     fields, term = parts.policy_loss.fields, parts.policy_loss.terms.further[0]
@@ -155,7 +154,7 @@ def test_it_is_the_divergence_over_as_many_likeliest_tokens_as_there_are(kind):
 
 
 @pytest.mark.parametrize(("impl", "dtype"), IMPLS)
-@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("whose", ["student", "teacher"])
 def test_a_number_that_is_none_stays_visible(whose, kind, impl, dtype):
     """In the row that has it, of the loss and of the gradient; the other rows are as they were."""
@@ -180,10 +179,10 @@ def test_far_apart_they_are_as_far_as_they_are(impl, dtype):
     states = TeacherStates(slots=torch.arange(2), states=theirs.to(dtype))
     both = torch.ones(2, dtype=torch.bool)
     zeros = torch.zeros(2, dtype=torch.float64)
-    nothing = {"policy_mask": torch.zeros_like(both), **dict.fromkeys(("weights", "old_logprobs", "advantages"), zeros)}
+    nothing = dict.fromkeys(("weights", "old_logprobs", "advantages"), zeros)
     fields = replace(parts.policy_loss.fields, teacher_hidden=states, mask=both, **nothing)
     own = TermFields(mask=both, weights=torch.tensor([1.0, 2.0]))
-    fields = replace(fields, targets=torch.zeros(2, dtype=torch.int64), terms={"t": own})
+    fields = replace(fields, targets=torch.zeros(2, dtype=torch.int64), terms={"rl": TermFields(mask=~both), "t": own})
     eye = torch.eye(3, dtype=dtype)
     for kind, value, sign in (("full_forward_kl", 400.0, 1.0), ("full_reverse_kl", 400.0, 0.0)):
         terms = replace(parts.policy_loss.terms, further=(replace(term, kind=kind, weight=1.0),), grad_divisor=1.0)
@@ -202,7 +201,7 @@ def test_a_micro_batch_without_a_token_of_the_term_is_one_of_the_rest(impl, dtyp
     fields = parts.policy_loss.fields
     nobody = replace(fields.terms["t"], mask=torch.zeros_like(fields.mask), weights=torch.zeros_like(fields.weights))
     empty = TeacherStates(slots=torch.zeros_like(fields.teacher_hidden.slots), states=torch.zeros(0, 1, dtype=dtype))
-    fields = replace(fields, terms={"t": nobody}, teacher_hidden=empty)
+    fields = replace(fields, terms={**fields.terms, "t": nobody}, teacher_hidden=empty)
     without = replace(parts.policy_loss.terms, further=parts.policy_loss.terms.further[1:])
     found, wanted = (
         run(moved(replace(parts, policy_loss=PolicyLoss(terms, fields)), DEVICE), Head(impl=impl))

@@ -58,7 +58,7 @@ def test_a_run_that_dies_before_its_first_step_touches_nothing(tmp_path):
 def test_a_file_of_something_else_is_neither_continued_nor_overwritten(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text("hello\n")
-    with pytest.raises(ValueError, match=r"m.jsonl:1 is no line of a metrics file"):
+    with pytest.raises(ValueError, match=r"m.jsonl:1 is not a line of a metrics file"):
         MetricsFile(path)
     assert path.read_text() == "hello\n"
     assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"]
@@ -117,8 +117,8 @@ def test_a_disk_that_fills_up_ends_the_file_with_one_warning_and_not_the_trainin
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=processes.PACKAGE)
     assert read(path) == [(1, 0), (2, 0), (3, 0)]  # whole lines: the fourth was cut short and taken back
     assert done.stdout == "4\n"
-    assert done.stderr.count("m.jsonl cannot be written any more") == 1
-    assert "it ends before step 4; training goes on" in done.stderr
+    assert done.stderr.count("m.jsonl can no longer be written") == 1
+    assert "it ends before step 4; training continues" in done.stderr
 
 
 def test_values_that_are_not_finite_are_null_with_the_ranks(tmp_path):

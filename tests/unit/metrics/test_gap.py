@@ -2,12 +2,12 @@
 
 import math
 
-import oracle
+import metric_oracle
 import pytest
 import torch
 
 from megatron_pg.metrics import Reduction, gap
-from megatron_pg.metrics.table import LIMITS
+from megatron_pg.metrics.limits import LIMITS
 
 
 def sums(pairs: list[tuple[float, float]]) -> dict[str, float]:
@@ -85,7 +85,7 @@ def test_tokens_that_are_none_count_for_nothing():
 def test_the_statistics_equal_loops():
     pairs = drawn(0.85, 4, noise=0.3)
     found = sums(pairs)
-    for name, value in oracle.gap_metrics(pairs).items():
+    for name, value in metric_oracle.gap_metrics(pairs).items():
         assert getattr(gap, name.removeprefix("mismatch/"))(found) == pytest.approx(value, rel=1e-10), name
 
 

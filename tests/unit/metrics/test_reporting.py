@@ -6,8 +6,8 @@ import numpy
 import pytest
 import torch
 
+from megatron_pg.metrics.limits import LIMITS
 from megatron_pg.metrics.reporting import added_values, console_line, red_flag_line
-from megatron_pg.metrics.table import LIMITS
 
 
 def test_the_console_line_shows_negative_values():

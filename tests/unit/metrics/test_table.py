@@ -14,7 +14,7 @@ from megatron_pg.declarations.choices import METRIC_LEVELS as LEVELS
 from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import LossTerms, PolicyGradientLoss
 from megatron_pg.metrics import METRICS, Reduction, TokenValues
-from megatron_pg.metrics.table import LIMITS, Limit, red_flags
+from megatron_pg.metrics.limits import LIMITS, Limit, red_flags
 from megatron_pg.objectives import objective_of
 from megatron_pg.plan.facts import SampleFacts, encode_facts, fact_sums, largest_facts, unit_facts
 from megatron_pg.rollouts.sample import Sample
@@ -226,13 +226,13 @@ def test_masked_slots_may_hold_anything():
 # --- red flags ---
 
 
-def test_a_limit_is_touched_beyond_its_bounds_only():
+def test_a_limit_is_exceeded_beyond_its_bounds_only():
     limit = Limit(low=0.5, high=2.0, cause="here")
-    assert [limit.is_touched(value, 7) for value in (0.5, 2.0, 0.4999, 2.0001, math.inf, math.nan)] == [
+    assert [limit.is_exceeded(value, 7) for value in (0.5, 2.0, 0.4999, 2.0001, math.inf, math.nan)] == [
         *(False, False, True, True, True, False)
     ]
     first = Limit(high=0.01, in_step_1=True, cause="here")
-    assert [first.is_touched(1.0, step) for step in (1, 2)] == [True, False]
+    assert [first.is_exceeded(1.0, step) for step in (1, 2)] == [True, False]
     assert (str(limit), str(first)) == ("< 0.5 or > 2: here", "> 0.01 in step 1: here")
 
 

@@ -13,7 +13,7 @@ from samples import divisor_of
 
 from megatron_pg import StepPlanError, plan_step
 from megatron_pg.declarations.aggregations import AGGREGATIONS
-from megatron_pg.declarations.loss_terms import LossTerm
+from megatron_pg.declarations.loss_terms import OBJECTIVE, LossTerm
 from megatron_pg.plan import collectives
 from megatron_pg.plan.exchange import KINDS, WholeStep, _owners, exchange
 from megatron_pg.plan.facts import SampleFacts, fact_sums, largest_facts, ordered_bits, unit_facts
@@ -23,8 +23,9 @@ HAS_REWARD = 1 << 40
 
 
 def random_rule(rng: random.Random) -> PlanRule:
-    terms = tuple(
-        LossTerm(name=name, kind="ce", aggregation="token_mean") for name in rng.sample("abc", rng.randint(0, 3))
+    terms = (
+        OBJECTIVE,
+        *(LossTerm(name=name, kind="ce", aggregation="token_mean") for name in rng.sample("abc", rng.randint(0, 3))),
     )
     undivided = tuple(rng.sample(sorted(KINDS), rng.randint(0, 2)))
     return PlanRule(aggregation="prompt_mean", terms=terms, depths=rng.randint(0, 2), undivided=undivided)
@@ -126,7 +127,7 @@ def test_every_count_equals_counting_by_hand(full, evidence):
             check_units(found, ranks, held[rank], rule)
             check_strays(found, ranks, rule)
             assert (found.num_positions, found.num_response_tokens) == (len(everyone), 2 * len(everyone))
-            assert found.num_trained == sum(max(row[rule.union], 0) for row in everyone)
+            assert found.num_trained == sum(max(row[rule.any_term], 0) for row in everyone)
             rewards = rewards_of(ranks).values()
             assert found.facts.num_rewards == (len(rewards) or None)
             if rewards and not found.conflicting:

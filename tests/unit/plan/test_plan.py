@@ -19,7 +19,7 @@ from samples import (
 
 from megatron_pg import ContextRanks, Sample, StepPlanError, pack, plan_step
 from megatron_pg.declarations.aggregations import AGGREGATIONS
-from megatron_pg.declarations.loss_terms import LossTerm
+from megatron_pg.declarations.loss_terms import OBJECTIVE, LossTerm
 from megatron_pg.plan.plan import check_count, plan_from_table
 from megatron_pg.plan.table import PlanRule, local_table_of, table_of_counts
 
@@ -114,8 +114,9 @@ def test_a_term_counts_its_own_tokens_alone(aggregation, sft, echo):
     divisor = 10.0 if aggregation == "constant" else None
     rule = PlanRule(
         aggregation="sample_mean",
-        terms=tuple(
-            LossTerm(name=name, kind="ce", aggregation=aggregation, divisor=divisor) for name in ("sft", "echo")
+        terms=(
+            OBJECTIVE,
+            *(LossTerm(name=n, kind="ce", aggregation=aggregation, divisor=divisor) for n in ("sft", "echo")),
         ),
     )
     samples = mixture()
@@ -133,7 +134,9 @@ def test_a_term_counts_its_own_tokens_alone(aggregation, sft, echo):
 
 
 def test_a_step_without_a_token_of_the_objective_trains_the_terms():
-    rule = PlanRule(aggregation="sample_mean", terms=(LossTerm(name="sft", kind="ce", aggregation="token_mean"),))
+    rule = PlanRule(
+        aggregation="sample_mean", terms=(OBJECTIVE, LossTerm(name="sft", kind="ce", aggregation="token_mean"))
+    )
     table = local_table_of([pack(mixture()[2:], qkv_format="thd")], rule, None)
     found = plan_from_table(table, rule, error=None, group=None)
     assert (found.num_tokens, found.num_trained) == (0, 4)

@@ -125,7 +125,7 @@ def test_ids_that_overlap_by_chance_pass():
     assert warning_of([samples[:10], samples[10:]]) is None
 
 
-TERM = {"policy": (), "terms": (LossTerm(name="sft", kind="ce", aggregation="prompt_mean"),)}
+TERM = {"terms": (LossTerm(name="sft", kind="ce", aggregation="prompt_mean"),)}
 
 
 def supervised(rng: random.Random, rollout_id, prompt_id) -> Sample:

@@ -81,7 +81,7 @@ def test_our_default_reducer_sees_whole_samples_under_context_parallelism(write,
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_the_reducer_of_the_partition_tests_is_accepted(per_token):
-    reducer = load_custom_reducer("cases:root_length_reducer", calculate_per_token_loss=per_token)
+    reducer = load_custom_reducer("step_cases:root_length_reducer", calculate_per_token_loss=per_token)
     weights = reducer_weights(reducer, [5, 2], MASKS, calculate_per_token_loss=per_token).tolist()
     assert weights == pytest.approx([3**-0.5, 0.0, 3**-0.5, 1.0])
 

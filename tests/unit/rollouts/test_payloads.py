@@ -193,7 +193,7 @@ WRONG = {
         {"ids": [7, 8], "offsets": offsets} for offsets in ([0, 1, 1, 1], [1, 1, 1, 2], [0, 2, 1, 2])
     ],
     ("sampling_mask", "has 0 offsets for 3 response tokens"): [{"ids": [], "offsets": []}],
-    ("sampling_mask", "holds a negative number.*response token 1"): [[[7], [8, -1], [9]]],
+    ("sampling_mask", "contains a negative number.*response token 1"): [[[7], [8, -1], [9]]],
     ("sampling_mask", "names a token twice.*response token 1"): [[[7], [8, 4, 8], [9]]],
     ("teacher_topk", "are not ids and their log-probabilities"): [
         *([1], {"ids": [[1]]}, {"ids": [1, 2, 3], "logprobs": [-1, -1, -1]}),
@@ -204,7 +204,7 @@ WRONG = {
     ("teacher_topk", r"have ids \(2, 1\) and logprobs \(2, 1\) for 3 response tokens"): [
         {"ids": [[1], [2]], "logprobs": LOGPROBS[:2]}
     ],
-    ("teacher_topk", "hold a negative number other than -1.*response token 1"): [
+    ("teacher_topk", "contain a negative number other than -1.*response token 1"): [
         {"ids": [[1], [-2], [3]], "logprobs": LOGPROBS}
     ],
     ("teacher_topk", "name a token twice.*response token 1"): [
@@ -241,7 +241,7 @@ WRONG = {
     ],
     ("routed_experts", r"have shape \(1, 1, 1\) for 5 tokens"): [[[[1]]]],
     ("routed_experts", "an engine has experts for every token but the last"): [[[[1]]] * 5],
-    ("routed_experts", "hold a negative number"): [[[[1]]] * 3 + [[[-1]]]],
+    ("routed_experts", "contain a negative number"): [[[[1]]] * 3 + [[[-1]]]],
     ("routed_experts", "name an expert twice at token 1, layer 0"): [[[[0, 1]], [[0, 0]], [[0, 1]], [[0, 1]]]],
 }
 
@@ -295,7 +295,7 @@ def test_a_sample_accepts_only_what_build_makes(states):
 def test_untrained_tokens_may_have_arbitrary_values():
     odd = [[7, 8], [8, 7], [4, 4, -7]]
     built("sampling_mask", odd)
-    with pytest.raises(ValueError, match=r"names a token twice|holds a negative"):
+    with pytest.raises(ValueError, match=r"names a token twice|contains a negative"):
         built("sampling_mask", odd, loss_mask=[1, 1, 1])
     supervised = {name: v for name, v in FIELDS.items() if name not in ("old_logprobs", "advantage", "reward")}
     Sample.build(**supervised | {"loss_mask": [1, 1, 1]}, term="sft", sampling_mask=odd)

@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +27,17 @@ def file(tmp_path):
     return write
 
 
+GOOD = {"tokens": [5, 6, 7], "response_length": 2, "loss_mask": [1, 0], "old_logprobs": [-1.0, -2.0], "advantage": 1.0}
+WHOLE = GOOD | {"prompt_id": 0, "rollout_id": 0, "step": 0, "reward": 1.0}
+
+
+def rewritten(folder, *samples, version: int = 1) -> list[Sample]:
+    """The samples after a file was written and read."""
+    with RolloutWriter(folder / "again.jsonl", version=version) as writer:
+        writer.write(samples)
+    return read_rollouts(folder / "again.jsonl")
+
+
 def test_a_sample_comes_back_from_a_file(file):
     sample = read_rollouts(file(HEADER, RECORD | {"x_source": "mine", "rollout_logprobs": [-1.4, -2.1]}))[0]
     assert sample.tokens.tolist() == [5, 6, 7, 8]
@@ -44,35 +56,17 @@ def test_per_token_advantages_are_read(file):
 
 def test_what_is_written_is_read_back_exactly(tmp_path):
     samples = random_step(random.Random(0), poison=False)
-    writer = RolloutWriter(tmp_path / "out.jsonl")
-    writer.write(samples)
-    writer.close()
-    for found, expected in zip(read_rollouts(tmp_path / "out.jsonl"), samples, strict=True):
+    for found, expected in zip(rewritten(tmp_path, *samples), samples, strict=True):
         for name in ("tokens", "loss_mask", "old_logprobs", "advantages"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
-        assert (found.prompt_id, found.rollout_id, found.reward) == (
-            expected.prompt_id,
-            expected.rollout_id,
-            expected.reward,
-        )
+        for name in ("prompt_id", "rollout_id", "reward"):
+            assert getattr(found, name) == getattr(expected, name), name
 
 
 def test_values_of_masked_tokens_need_not_be_finite(tmp_path):
-    sample = Sample.build(
-        tokens=[1, 2, 3],
-        response_length=2,
-        loss_mask=[0, 1],
-        old_logprobs=[float("nan"), -1.0],
-        advantage=[float("inf"), 1.0],
-        prompt_id=0,
-        rollout_id=0,
-        step=0,
-        reward=0.0,
-    )
-    writer = RolloutWriter(tmp_path / "out.jsonl")
-    writer.write([sample])
-    writer.close()
-    assert read_rollouts(tmp_path / "out.jsonl")[0].old_logprobs.tolist() == [0.0, -1.0]
+    values = {"loss_mask": [0, 1], "old_logprobs": [float("nan"), -1.0], "advantage": [float("inf"), 1.0]}
+    (found,) = rewritten(tmp_path, Sample.build(**WHOLE | values))
+    assert found.old_logprobs.tolist() == [0.0, -1.0]
 
 
 @pytest.mark.parametrize(
@@ -81,8 +75,8 @@ def test_values_of_masked_tokens_need_not_be_finite(tmp_path):
         ([RECORD], ":1:", "header has format None"),
         ([HEADER | {"version": 4}, RECORD], ":1:", "version 4"),
         ([HEADER | {"colour": 1}, RECORD], ":1:", "unknown header field 'colour'"),
-        ([HEADER], "", "holds no sample"),
-        ([], "", "holds no sample"),
+        ([HEADER], "", "contains no sample"),
+        ([], "", "contains no sample"),
         ([HEADER, RECORD | {"advantages": 1.0}], ":2:", "unknown field 'advantages'"),
         ([HEADER, {k: v for k, v in RECORD.items() if k != "prompt_id"}], ":2:", "field 'prompt_id' is missing"),
         ([HEADER, RECORD | {"prompt_id": None}], ":2:", "prompt_id=None has the wrong type"),
@@ -161,9 +155,6 @@ def test_an_id_that_cannot_be_counted_is_refused_at_the_door():
     assert Sample.build(prompt_id="q7", **fields).sample_id == "q7"
 
 
-GOOD = {"tokens": [5, 6, 7], "response_length": 2, "loss_mask": [1, 0], "old_logprobs": [-1.0, -2.0], "advantage": 1.0}
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -207,10 +198,7 @@ def test_ids_and_numbers_of_numpy_and_torch_become_pythons_and_0_is_an_id(tmp_pa
     }
     sample = Sample.build(**GOOD, **numbers)
     assert sample.sample_id == "0"
-    with RolloutWriter(tmp_path / "r.jsonl") as writer:
-        writer.write([sample])
-    (read,) = read_rollouts(tmp_path / "r.jsonl")
-    for found in (sample, read):
+    for found in (sample, *rewritten(tmp_path, sample)):
         values = [found.prompt_id, found.rollout_id, found.step, found.reward]
         assert values == [3, 0, 1, 0.5]
         assert list(map(type, values)) == [int, int, int, float]
@@ -264,8 +252,8 @@ def test_a_value_without_a_meaning_is_refused_in_one_line(build):
         ({"tokens": [[5, 6, 7]]}, "tokens=[[5, 6, 7]] of sample s is not one flat list"),
         ({"tokens": torch.zeros(1, 3, dtype=torch.int64)}, "a tensor of shape (1, 3), torch.int64, on cpu of sample s"),
         ({"tokens": [5, 2**31, 7]}, "tokens of sample s contain 2147483648, which is not a token id"),
-        ({"response_length": "2"}, "response_length='2' of sample s is no length"),
-        ({"response_length": True}, "response_length=True of sample s is no length"),
+        ({"response_length": "2"}, "response_length='2' of sample s is not a length"),
+        ({"response_length": True}, "response_length=True of sample s is not a length"),
         ({"loss_mask": "10"}, "loss_mask='10' of sample s is not one flat list of 0 and 1"),
         ({"loss_mask": None}, "loss_mask=None of sample s is not one flat list of 0 and 1"),
         ({"old_logprobs": -1.0}, "old_logprobs=-1.0 of sample s is not one flat list of numbers"),
@@ -312,10 +300,8 @@ def test_a_file_of_samples_is_kept_unless_it_is_to_be_appended_to_or_replaced(tm
 
 @pytest.mark.parametrize("truncated", [None, True, False, torch.tensor(True)])
 def test_whether_a_response_was_cut_off_is_written_and_read(truncated, tmp_path):
-    sample = Sample.build(**GOOD, prompt_id=0, rollout_id=0, step=0, reward=1.0, truncated=truncated)
-    with RolloutWriter(tmp_path / "r.jsonl") as writer:
-        writer.write([sample])
-    (found,) = read_rollouts(tmp_path / "r.jsonl")
+    sample = Sample.build(**WHOLE, truncated=truncated)
+    (found,) = rewritten(tmp_path, sample)
     assert found.truncated is sample.truncated is (None if truncated is None else bool(truncated))
 
 
@@ -329,10 +315,7 @@ def test_whether_a_response_was_cut_off_is_written_and_read(truncated, tmp_path)
     ],
 )
 def test_where_a_sample_comes_from_is_written_and_read(origin, tmp_path):
-    sample = Sample.build(**GOOD, prompt_id=0, rollout_id=0, step=0, reward=1.0, **origin)
-    with RolloutWriter(tmp_path / "r.jsonl") as writer:
-        writer.write([sample])
-    (found,) = read_rollouts(tmp_path / "r.jsonl")
+    (found,) = rewritten(tmp_path, Sample.build(**WHOLE, **origin))
     names = ("weight_version", "worker", "data_parallel_rank")
     assert {name: getattr(found, name) for name in names} == dict.fromkeys(names) | origin
 
@@ -356,32 +339,18 @@ def test_where_a_sample_comes_from_is_checked(origin):
     ("extra", "message"),
     [
         ({"mine": 1}, "extra field 'mine'"),
-        ({"x_a": {1}}, "holds what JSON cannot"),
-        ({"x_a": float("nan")}, "holds what"),
+        ({"x_a": {1}}, "has a value that JSON cannot contain"),
+        ({"x_a": float("nan")}, "has a value that JSON"),
     ],
 )
 def test_a_field_that_could_not_be_read_back_is_not_written(extra, message, tmp_path):
-    sample = Sample.build(**GOOD, prompt_id=0, rollout_id=0, step=0, reward=1.0, extra=extra)
-    with RolloutWriter(tmp_path / "r.jsonl") as writer, pytest.raises(ValueError, match=message):
-        writer.write([sample])
+    with pytest.raises(ValueError, match=message):
+        rewritten(tmp_path, Sample.build(**WHOLE, extra=extra))
 
 
-def test_a_reward_that_json_cannot_hold_is_refused(tmp_path):
-    sample = Sample.build(
-        tokens=[1, 2],
-        response_length=1,
-        loss_mask=[1],
-        old_logprobs=[-1.0],
-        advantage=1.0,
-        prompt_id=0,
-        rollout_id=0,
-        step=0,
-        reward=float("nan"),
-    )
-    writer = RolloutWriter(tmp_path / "r.jsonl")
+def test_a_reward_that_json_cannot_contain_is_refused(tmp_path):
     with pytest.raises(ValueError, match="reward of sample"):
-        writer.write([sample])
-    writer.close()
+        rewritten(tmp_path, Sample.build(**WHOLE | {"reward": float("nan")}))
 
 
 def test_a_batch_is_written_whole_at_once_or_not_at_all(tmp_path):
@@ -451,9 +420,7 @@ def test_a_sample_of_another_term_needs_only_what_that_reads(file, tmp_path):
     }
     assert found[1].mask_of("echo").tolist() == [False, True]
     assert found[1].mask_of("sft") is None
-    with RolloutWriter(tmp_path / "again.jsonl", version=3) as writer:
-        writer.write(found)
-    again = read_rollouts(tmp_path / "again.jsonl")
+    again = rewritten(tmp_path, *found, version=3)
     assert [sample.term for sample in again] == ["sft", "rl"]
     assert again[1].teacher_logprobs.tolist() == [-0.5, -0.25]
     assert torch.equal(again[1].masks["tool"], found[1].masks["tool"])
@@ -513,15 +480,8 @@ def test_version_2_has_the_names_of_its_time(file):
     ids=str,
 )
 def test_terms_are_checked_at_the_door(change, message):
-    fields = {
-        "tokens": [5, 6, 7, 8],
-        "response_length": 2,
-        "loss_mask": [1, 0],
-        "old_logprobs": [-1.5, -2.0],
-        "advantage": 0.5,
-    }
     with pytest.raises(ValueError, match=message):
-        Sample.build(**fields | change)
+        Sample.build(**GOOD | change)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "array"])
@@ -562,8 +522,6 @@ def test_an_unknown_argument_is_a_named_error(name, message):
 
 
 def test_the_file_format_page_names_every_field():
-    from pathlib import Path
-
     page = (Path(__file__).parents[3] / "docs" / "rollout_file.md").read_text(encoding="utf-8")
     for name in FIELDS:
         assert f"`{name}`" in page, name

@@ -60,7 +60,7 @@ def test_predictions_are_folded_in_with_their_factor_and_megatron_gets_values_on
     loss, model, (local, _), tables = prepared(2)
     with loss.of(local):
         total = model._postprocess(labels=local.inputs.labels)
-    table, policy = tables[id(local.inputs.labels)], loss.found[local].policy
+    table, policy = tables[id(local.inputs.labels)], loss.diagnostics[local].policy
     expected, sums = policy.clone(), []
     for depth in (1, 2):
         logprobs = table[depth - 1].log_softmax(-1)
@@ -81,7 +81,9 @@ def test_the_metric_loss_is_what_the_gradient_is_of():
     with loss.of(local):
         total = model._postprocess(labels=local.inputs.labels)
     metrics = Reduction("basic", {"clip", "mtp", "further"})
-    values = dict(zip([metric.name for metric in metrics._added], loss.found[local].partial.tolist(), strict=False))
+    values = dict(
+        zip([metric.name for metric in metrics._added], loss.diagnostics[local].partial.tolist(), strict=False)
+    )
     assert values["mtp_loss"] != 0
     assert values["loss"] == pytest.approx(float(total.detach()), rel=1e-12)
     assert values["loss"] == pytest.approx(values["pg_loss"] + FACTOR * values["mtp_loss"], rel=1e-12)
@@ -93,7 +95,7 @@ def test_a_forward_that_runs_later_ends_in_the_loss_of_its_own_micro_batch():
     for local in locals_:
         loss.expect(local)
     totals = [model._postprocess(labels=local.inputs.labels) for local in reversed(locals_)][::-1]
-    assert list(loss.found) == locals_[::-1]
+    assert list(loss.diagnostics) == locals_[::-1]
     for total, local in zip(totals, locals_, strict=True):
         with loss.of(local):
             again = model._postprocess(labels=local.inputs.labels)

@@ -8,9 +8,9 @@ import random
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
-import one_launch
 import pytest
 import simulation
+import single_pass
 import torch
 from loss_terms import kl_and_entropy
 from objective_parts import build
@@ -27,7 +27,7 @@ from megatron_pg.step.loss import microbatch_loss
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 SMALL = [1, 2, 16, 31, 32, 33, 1000, 1024, 2047, 2048, 2049, 4096, 4103, 9008]
-LARGE = [19008, 24000, 37984, 50257, 60000, 100000, 151936, 200000]  # every shape of the one-launch kernel
+LARGE = [19008, 24000, 37984, 50257, 60000, 100000, 151936, 200000]  # every shape of the single-pass kernel
 EPS_LOW, EPS_HIGH = 0.2, 0.28
 SENTINEL = -123.0
 ROWS = [name for name, declared in OBJECTIVES.items() if declared.row and not declared.reads_sequences]
@@ -286,7 +286,7 @@ def fused(monkeypatch):
 
 @pytest.fixture
 def few_programs(monkeypatch):
-    """On a GPU: so few programs that each takes many rows, where the one-launch kernel is in its steady state."""
+    """On a GPU: so few programs that each takes many rows, where the single-pass kernel is in its steady state."""
     if CUDA:
         real = torch.cuda.get_device_properties(0)
         properties = {name: getattr(real, name) for name in dir(real) if not name.startswith("_")}
@@ -473,9 +473,9 @@ def test_no_rows_give_a_zero_loss_with_a_gradient(impl, columns):
 @pytest.mark.skipif(CUDA, reason="the kernel itself runs")
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize(("dtype", "upstream"), [(torch.float32, 1.0), (torch.float32, 3.0), (torch.bfloat16, 1.0)])
-def test_what_launches_the_one_launch_kernel(dtype, upstream, inplace, monkeypatch):
+def test_what_launches_the_single_pass_kernel(dtype, upstream, inplace, monkeypatch):
     """Values and gradient, with the kernel's own work done in torch, from fields with any strides."""
-    launches = one_launch.in_torch(monkeypatch)
+    launches = single_pass.in_torch(monkeypatch)
     case = base(dtype=dtype, upstream=upstream, inplace=inplace, padding=16, temperature=0.7, grad_divisor=8.0)
     check(case)
     check(replace(case, entropy=False, layout="every other"), grad_scale=upstream)
@@ -489,7 +489,7 @@ def test_what_launches_the_one_launch_kernel(dtype, upstream, inplace, monkeypat
 
 @pytest.mark.skipif(CUDA, reason="the kernel itself runs")
 @pytest.mark.parametrize("name", ROWS)
-def test_every_token_loss_with_a_row_goes_through_the_one_launch_kernel(name, monkeypatch):
+def test_every_token_loss_with_a_row_goes_through_the_single_pass_kernel(name, monkeypatch):
     """Its own work done in torch from the row: everything around it, with KL and bonus, against the eager reference."""
     for terms in ({}, KL, {"entropy_coef": 0.2}, {**KL, "entropy_coef": 0.2}):
         loss_terms = kl_and_entropy(**terms)[:: (-1) ** len(terms)]  # in either order
@@ -502,7 +502,7 @@ def test_every_token_loss_with_a_row_goes_through_the_one_launch_kernel(name, mo
         loss = PolicyLoss(LossTerms(objective=build(name), grad_divisor=8.0, further=loss_terms), known)
         vocabulary, found = Vocabulary.of(case.columns, temperature=0.7, vocab_size=48), []
         with monkeypatch.context() as context:
-            launches = one_launch.in_torch(context)
+            launches = single_pass.in_torch(context)
             for impl in ("triton", "torch"):
                 leaf = logits.clone().requires_grad_()
                 out = policy_gradient_loss(leaf, loss, vocabulary, grad_scale=3.0, impl=impl)

@@ -1,17 +1,16 @@
-"""The one-launch kernel behind a test at its first use, its own work done in torch; and where it is asked for one."""
+"""The single-pass kernel behind a test at its first use, its own work done in torch; and where it is asked for one."""
 
 import warnings
 from dataclasses import replace
 
-import one_launch as in_torch
 import pytest
+import single_pass as in_torch
 import torch
 from loss_terms import kl_and_entropy
 from objective_parts import build
 
-from megatron_pg.batch.fields import TokenFields, TopK
-from megatron_pg.declarations.loss_terms import LossTerm
-from megatron_pg.declarations.one_launch import path_of
+from megatron_pg.batch.fields import TokenFields
+from megatron_pg.declarations.single_pass import path_of
 from megatron_pg.kernels.policy_loss import LossTerms, PolicyLoss
 from megatron_pg.kernels.triton import self_test
 from megatron_pg.kernels.vocabulary import Vocabulary
@@ -23,14 +22,26 @@ CUDA = torch.cuda.is_available()
 @pytest.mark.parametrize(
     ("capability", "triton", "takes", "is_tried", "text"),
     [
-        ((9, 0), "3.6.0", True, True, "one launch where a row fits"),
-        ((9, 0), "3.8.0", True, True, "one launch where a row fits"),
+        ((9, 0), "3.6.0", True, True, "a single pass where a row fits"),
+        ((9, 0), "3.8.0", True, True, "a single pass where a row fits"),
         ((9, 0), "3.7.1", True, False, "not 3.7.1 on 9.0"),
         ((9, 0), "3.9.0", True, False, "tried with Triton 3.6 and 3.8 on compute capability 9, not 3.9.0 on 9.0"),
         ((10, 0), "3.6.1", True, False, "a test at its first use agrees"),
         ((8, 9), "3.7.1", True, False, "not 3.7.1 on 8.9"),
-        ((9, 0), "3.5.1", False, False, "three launches: one needs Triton 3.6 or later, and this is 3.5.1"),
-        ((7, 5), "3.6.0", False, False, "three launches: one needs compute capability 8.0 or later, and this is 7.5"),
+        (
+            (9, 0),
+            "3.5.1",
+            False,
+            False,
+            "multi-pass kernels: the single-pass kernel needs Triton 3.6 or later, and this is 3.5.1",
+        ),
+        (
+            (7, 5),
+            "3.6.0",
+            False,
+            False,
+            "multi-pass kernels: the single-pass kernel needs compute capability 8.0 or later, and this is 7.5",
+        ),
     ],
 )
 def test_the_path_says_why(capability, triton, takes, is_tried, text):
@@ -70,19 +81,6 @@ def test_a_kernel_that_agrees_is_taken_and_asked_once(launches, name, terms, dty
 
 
 @pytest.mark.skipif(CUDA, reason="the kernel itself runs")
-def test_a_divergence_over_likeliest_tokens_is_tried_with_a_teacher(launches):
-    loss = loss_of("grpo", **BOTH)
-    for kind in ("topk_jsd", "topk_reverse_kl"):
-        term = LossTerm(name="t", kind=kind, on="rl").resolved("token_mean", None)
-        teacher = TopK(ids=torch.ones(2, 5, dtype=torch.int32), logprobs=torch.zeros(2, 5), tails=torch.ones(2))
-        fields = replace(loss.fields, teacher_topk=teacher)
-        taught = PolicyLoss(replace(loss.terms, further=(term, *loss.terms.further)), fields)
-        assert self_test.agrees(torch.zeros(3, 80), taught, VOCABULARY, entropy=True)
-    assert [launch["names"] for launch in launches] == [5] * 4
-    assert len({launch["FORM"] for launch in launches}) == 2
-
-
-@pytest.mark.skipif(CUDA, reason="the kernel itself runs")
 @pytest.mark.parametrize("what", ["gradients", "results", "loss", "NaN", "spills"])
 def test_a_kernel_that_does_not_is_left_out_with_a_warning(launches, monkeypatch, what):
     compute = in_torch._compute
@@ -103,7 +101,7 @@ def test_a_kernel_that_does_not_is_left_out_with_a_warning(launches, monkeypatch
     spilling: list = []
     monkeypatch.setattr(in_torch, "_compute", wrongly)
     if what == "spills":
-        monkeypatch.setattr(self_test.one_launch, "launch", _with_spills(self_test.one_launch.launch))
+        monkeypatch.setattr(self_test.single_pass, "launch", _with_spills(self_test.single_pass.launch))
     told = {
         "gradients": "another gradient",
         "results": "another logprobs",
@@ -111,7 +109,7 @@ def test_a_kernel_that_does_not_is_left_out_with_a_warning(launches, monkeypatch
         "NaN": "another loss",
         "spills": "keeps 8 values in memory",
     }
-    with pytest.warns(UserWarning, match=f"{told[what]}.* on a chip: three launches do its work"):
+    with pytest.warns(UserWarning, match=f"{told[what]}.* on a chip: the multi-pass kernels do its work"):
         assert not self_test.agrees(torch.zeros(3, 80), loss_of("grpo"), VOCABULARY, entropy=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once

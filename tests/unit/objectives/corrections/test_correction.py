@@ -15,6 +15,7 @@ from simulation import Layout
 from megatron_pg.batch import TokenFields, pack
 from megatron_pg.batch.sequences import Sequences
 from megatron_pg.declarations.corrections import CORRECTIONS
+from megatron_pg.declarations.loss_terms import OBJECTIVE
 from megatron_pg.kernels import PolicyLoss
 from megatron_pg.objectives.corrections.correction import Correction, correction_factors
 from megatron_pg.plan.plan import StepPlanError, plan_from_table
@@ -260,7 +261,7 @@ def planned(trained, kept, aggregation, denominator):
         aggregation=aggregation,
         divisor=10.0 if aggregation == "constant" else None,
         denominator=denominator,
-        terms=kl_and_entropy(kl_coef=0.1, kl_estimator="k3", aggregation="sample_mean"),
+        terms=(OBJECTIVE, *kl_and_entropy(kl_coef=0.1, kl_estimator="k3", aggregation="sample_mean")),
     )
     table = local_table_of([pack(samples, qkv_format="thd")], rule, None, kept)
     return plan_from_table(table, rule, error=None, group=None)

@@ -1,4 +1,4 @@
-"""Where the one-launch kernel runs: the chip and the releases of Triton that its tests ran on, and what else may take it."""
+"""Where the single-pass kernel runs: the chip and the releases of Triton that its tests ran on, and what else may take it."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ _LEAST_CAPABILITY = 8  # asynchronous copies
 class Path:
     """How losses with a row over a whole vocabulary are computed."""
 
-    takes: bool  # the one launch, wherever a row fits
+    takes: bool  # the single-pass kernel, wherever a row fits
     is_tried: bool  # without a test at its first use
     text: str  # for banner and doctor
 
@@ -20,10 +20,16 @@ def path_of(capability: tuple[int, int], triton: str) -> Path:
     release = tuple(int(part) for part in triton.split(".")[:2])
     chip = ".".join(map(str, capability))
     if release < _TRIED_TRITONS[0]:
-        return Path(False, False, f"three launches: one needs Triton 3.6 or later, and this is {triton}")
+        return Path(
+            False, False, f"multi-pass kernels: the single-pass kernel needs Triton 3.6 or later, and this is {triton}"
+        )
     if capability[0] < _LEAST_CAPABILITY:
-        return Path(False, False, f"three launches: one needs compute capability 8.0 or later, and this is {chip}")
+        return Path(
+            False,
+            False,
+            f"multi-pass kernels: the single-pass kernel needs compute capability 8.0 or later, and this is {chip}",
+        )
     if capability[0] == _TRIED_CAPABILITY and release in _TRIED_TRITONS:
-        return Path(True, True, "one launch where a row fits")
+        return Path(True, True, "a single pass where a row fits")
     tried = f"tried with Triton 3.6 and 3.8 on compute capability 9, not {triton} on {chip}"
-    return Path(True, False, f"one launch where a row fits and a test at its first use agrees ({tried})")
+    return Path(True, False, f"a single pass where a row fits and a test at its first use agrees ({tried})")

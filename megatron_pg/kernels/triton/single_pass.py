@@ -1,0 +1,158 @@
+"""The single-pass kernel's launch: how a program holds a row, which logits the kernel accepts, its arguments and results."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
+from megatron_pg.kernels.triton.single_pass_kernel import Tiling, single_pass_kernel
+from megatron_pg.kernels.triton.terms import coefficients_of, field_pointers, numbers_of, term_constants, term_losses
+from megatron_pg.kernels.triton.tiles import FUSED
+from megatron_pg.kernels.vocabulary import Vocabulary
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a program of 32 * `warps` threads holds a row."""
+
+    tiling: Tiling
+    programs: int  # per multiprocessor
+    registers: int  # per thread
+
+    @classmethod
+    @lru_cache
+    def of_row(cls, columns: int, itemsize: int) -> "Shape":
+        """The fastest of those measured on an H200 (docs/kernels.md)."""
+        row_bytes = columns * itemsize
+        if row_bytes <= 20 * 2048:
+            tiles = -(-row_bytes // 2048)
+            groups, per_group, lag = (5, 1, 2) if tiles <= 5 else (5, 2, 2) if tiles <= 10 else (10, 2, 3)
+            return cls(Tiling(128, groups, per_group, lag, kept=0, streamed=0, ahead=True), programs=5, registers=96)
+        if row_bytes <= 20 * 4096:
+            kept = -(-row_bytes // 4096) - 10
+            return cls(Tiling(256, groups=10, per_group=1, lag=6, kept=kept, streamed=0), programs=3, registers=80)
+        if row_bytes <= 38 * 4096:
+            kept = -(-row_bytes // 4096) - 20
+            return cls(Tiling(256, groups=5, per_group=4, lag=2, kept=kept, streamed=0), programs=2, registers=128)
+        if row_bytes <= 46 * 8192:
+            tiles = -(-row_bytes // 8192)
+            groups = min(7, (tiles - 1) // 4)
+            lag, kept = min(4, groups - 2), tiles - 4 * groups
+            return cls(Tiling(512, groups, per_group=4, lag=lag, kept=kept, streamed=0), programs=1, registers=128)
+        lag, kept, streamed = (3, 18, 5) if itemsize == 4 else (2, 16, 4)
+        return cls(Tiling(512, groups=7, per_group=4, lag=lag, kept=kept, streamed=streamed), programs=1, registers=128)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What the kernel is launched with, besides its arguments."""
+        return {"num_warps": self.tiling.threads // 32, "maxnreg": self.registers}
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program, without that of its reductions."""
+        return self.tiling.groups * self.tiling.per_group * self.tiling.threads * 16
+
+
+_REDUCTION_BYTES = 512
+
+
+def supports(logits: Tensor, vocabulary: Vocabulary) -> bool:
+    """True if a program fits on this device, and the rows, and a new gradient's, are laid out for 16-byte copies.
+
+    float16 is left to the kernels whose gradient is made in the backward, where the loss scale is known.
+    """
+    shape = Shape.of_row(vocabulary.valid, logits.element_size())
+    aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0 and logits.shape[1] % 16 == 0
+    return (
+        logits.dtype in DTYPES
+        and aligned
+        and vocabulary.valid % 16 == 0
+        and shape.shared_bytes + _REDUCTION_BYTES <= _shared_memory(logits.device)
+    )
+
+
+@lru_cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program can have."""
+    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Number of multiprocessors, cached: the query costs more host time than a small launch."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def loss_and_gradient(
+    logits: Tensor,
+    gradient: Tensor,
+    policy_loss: PolicyLoss,
+    vocabulary: Vocabulary,
+    *,
+    grad_scale: float,
+    entropy: bool,
+) -> PolicyGradientLoss:
+    """Loss and per-token values of a loss that has a row, float32, 0 where masked. Fills `gradient`.
+
+    Args:
+        logits: [T, V] that `supports` accepts.
+        gradient: [T, V] of the logits' or a narrower dtype, aligned alike, may be the logits; gets grad_scale / grad_divisor * d loss / d logits.
+        policy_loss: with its [T] fields, any float; masked rows are not read.
+        vocabulary: whole; padding takes no part.
+        grad_scale: factor of the gradient.
+        entropy: False leaves the entropies 0, unless they are in the loss.
+    """
+    return launch(logits, gradient, policy_loss, vocabulary, grad_scale=grad_scale, entropy=entropy)[0]
+
+
+def launch(
+    logits: Tensor,
+    gradient: Tensor,
+    policy_loss: PolicyLoss,
+    vocabulary: Vocabulary,
+    *,
+    grad_scale: float,
+    entropy: bool,
+    most_programs: int | None = None,
+) -> tuple[PolicyGradientLoss, int]:
+    """`loss_and_gradient`, and how many spills the compiler needed; `most_programs`: all that fit on the GPU if None."""
+    constants = term_constants(policy_loss)
+    has_kl = constants["KL"] is not None
+    out = torch.empty(5 + has_kl, len(logits), dtype=torch.float32, device=logits.device)
+    valid, temperature = vocabulary.valid, vocabulary.temperature
+    shape = Shape.of_row(valid, logits.element_size())
+    if most_programs is None:
+        most_programs = shape.programs * multiprocessors(logits.device)
+    compiled = single_pass_kernel[(min(len(logits), most_programs),)](
+        logits,
+        gradient,
+        policy_loss.fields.targets.contiguous(),
+        field_pointers(policy_loss),
+        out,
+        len(logits),
+        valid,
+        logits.stride(0),
+        gradient.stride(0),
+        math.log2(math.e) / temperature,
+        numbers_of(policy_loss),
+        coefficients_of(policy_loss),
+        grad_scale / policy_loss.terms.grad_divisor / temperature,
+        0,
+        **constants,
+        ENTROPY=entropy or constants["BONUS"],
+        ROW=shape.tiling,
+        **shape.options,
+        **FUSED,
+    )
+    if valid < gradient.shape[1]:
+        gradient[:, valid:] = 0
+    token_losses, weighted, logprobs, log_ratios, entropies, *kl = out.unbind()
+    terms = term_losses(policy_loss, kl[0] if has_kl else None, entropies)
+    found = PolicyGradientLoss(weighted.sum(), token_losses, logprobs, log_ratios, entropies, terms)
+    return found, compiled.n_spills

@@ -1,0 +1,462 @@
+"""The single-pass kernel: loss, log-probability, entropy and gradient from one read and one write of the logits.
+
+A program keeps a row on its multiprocessor between the two passes over it: most of it in shared memory (groups of tiles, filled by
+asynchronous copies), the rest in registers (`kept` tiles). What fits in neither is read twice (`streamed`): the second time backwards,
+so mostly from the L2 cache. While the gradient of a row is written, group after group, the freed groups are filled with the program's
+next row, and the statistics of that row are accumulated `lag` groups later. So loads, stores and arithmetic overlap, and only the last
+groups of a row are waited for.
+
+Shared memory needs no barrier. A tile has one vector per thread, and thread i of a copy, a load and a store is the same thread: each
+thread reads only words that it has copied itself, and overwrites only words that it has read itself. `wait_group` makes a thread's own
+copies visible to it. The only barriers are those within the reduction over the threads, and the one before the target's column.
+
+Written in Gluon, because plain Triton cannot keep a tile in shared memory from one pass to the next.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from megatron_pg.kernels.triton.terms import load_values, loss_terms
+from megatron_pg.kernels.triton.tiles import (
+    FLOOR,
+    LN2,
+    LOWEST,
+    accumulate,
+    logprob_and_entropy,
+    merge,
+    minus_infinity,
+    values,
+)
+
+WORDS = gl.constexpr(4)  # of 32 bits, per thread and tile: 16 bytes, the widest load of a thread
+# Triton 3.6 has other names for these.
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+class Tiling(NamedTuple):
+    """How a program holds a row, in tiles of `threads` vectors of 16 bytes. Part of what the kernel is compiled for."""
+
+    threads: int
+    groups: int  # in shared memory
+    per_group: int  # tiles of a group
+    lag: int  # groups between the copy of a group and its first use
+    kept: int  # tiles in registers
+    streamed: int  # tiles in flight at a time, of those that fit nowhere; 0 if all fit
+    ahead: bool = False  # the fields of a row are loaded while the row before it is written
+
+
+@gluon.jit
+def _column_gradient(z, column_terms, BONUS: gl.constexpr):
+    """The gradient at logits z, with x = z c - peak: 2^x factor, or with an entropy bonus 2^x (factor + bend x)."""
+    c, peak, factor, bend = column_terms
+    x = gl.fma(z, c, -peak)
+    if BONUS:
+        return gl.exp2(x) * gl.fma(gl.maximum(x, LOWEST), bend, factor)
+    else:
+        return gl.exp2(x) * factor
+
+
+@gluon.jit
+def _tile_gradient(
+    words, column_terms, dtype: gl.constexpr, KIND: gl.constexpr, layout: gl.constexpr, BONUS: gl.constexpr
+):
+    """The gradient of a tile's columns rounded to `dtype`, in the order of the logits."""
+    logits = values(words, KIND)
+    low = _column_gradient(logits[0], column_terms, BONUS)
+    if len(logits) == 2:
+        high = _column_gradient(logits[1], column_terms, BONUS)
+        both = gl.join(low, high).to(dtype)
+        return gl.convert_layout(gl.reshape(both, (low.shape[0], 2 * low.shape[1])), layout, assert_trivial=True)
+    else:
+        return low.to(dtype)
+
+
+@gluon.jit
+def _opaque(words, key, KIND: gl.constexpr):
+    """`words`, hidden from the compiler, which would keep the float32 values of the first pass in twice the registers."""
+    if KIND == "bfloat16x2":
+        return words ^ key
+    else:
+        return words
+
+
+@gluon.jit
+def _fill(group, z_words, offsets, limit):
+    """Start the asynchronous copy of a group of tiles; words at or beyond `limit` become 0.
+
+    One commit per call, also where nothing is copied: `wait_group(n)` counts commits, and waits for all but the last n.
+    """
+    async_load(group, z_words + offsets, mask=offsets < limit)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _load_tiles(
+    z_row, offsets, limit, KIND: gl.constexpr, TILE: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr
+):
+    """A tuple of `COUNT` tiles from tile `FIRST` on, in registers; -inf at or beyond `limit`."""
+    tiles = ()
+    for k in gl.static_range(COUNT):
+        at = (FIRST + k) * TILE
+        tiles = tiles + (gl.load(z_row + at, mask=offsets < limit - at, other=minus_infinity(KIND)),)
+    return tiles
+
+
+@gluon.jit
+def _accumulate_slot(
+    statistics,
+    slots,
+    slot,
+    offsets,
+    width,
+    c,
+    layout: gl.constexpr,
+    KIND: gl.constexpr,
+    ENTROPY: gl.constexpr,
+    TILE: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """Add a tile of shared memory to the statistics. Copies write 0 beyond a row's end, so there `MASKED` puts -inf."""
+    m, s, t = statistics
+    words = slots.index(slot).load(layout)
+    if MASKED:
+        words = gl.where(offsets < width - slot * TILE, words, minus_infinity(KIND))
+    return accumulate(m, s, t, (words,), c, KIND, ENTROPY)
+
+
+@gluon.jit
+def _stream_statistics(
+    statistics,
+    z_row,
+    offsets,
+    after,
+    width,
+    c,
+    KIND: gl.constexpr,
+    ENTROPY: gl.constexpr,
+    TILE: gl.constexpr,
+    COUNT: gl.constexpr,
+):
+    """Add the words from `after` on, with the next `COUNT` tiles always in flight."""
+    m, s, t = statistics
+    tiles = _load_tiles(z_row + after, offsets, width - after, KIND, TILE, 0, COUNT)
+    for start in range(after, width, COUNT * TILE):
+        ahead = start + COUNT * TILE
+        coming = _load_tiles(z_row + ahead, offsets, width - ahead, KIND, TILE, 0, COUNT)
+        m, s, t = accumulate(m, s, t, tiles, c, KIND, ENTROPY)
+        tiles = coming
+    return m, s, t
+
+
+@gluon.jit
+def _stream_gradients(
+    z_row,
+    g_row,
+    offsets,
+    g_offsets,
+    after,
+    width,
+    column_terms,
+    KIND: gl.constexpr,
+    PAIR: gl.constexpr,
+    TILE: gl.constexpr,
+    COUNT: gl.constexpr,
+    layout: gl.constexpr,
+    BONUS: gl.constexpr,
+):
+    """Write the gradient of the words from `after` on, backwards: the words read last are the first ones read again."""
+    dtype: gl.constexpr = g_row.dtype.element_ty
+    groups = gl.cdiv(width - after, COUNT * TILE)
+    start = after + (groups - 1) * (COUNT * TILE)
+    tiles = _load_tiles(z_row + start, offsets, width - start, KIND, TILE, 0, COUNT)
+    for _ in range(groups):
+        ahead = start - COUNT * TILE
+        limit = gl.where(ahead >= after, width - ahead, 0)
+        coming = _load_tiles(z_row + ahead, offsets, limit, KIND, TILE, 0, COUNT)
+        for k in gl.static_range(COUNT):
+            at = (start + k * TILE) * PAIR
+            out = _tile_gradient(tiles[k], column_terms, dtype, KIND, layout, BONUS)
+            gl.store(g_row + at, out, mask=g_offsets < width * PAIR - at)
+        tiles = coming
+        start = ahead
+
+
+@gluon.jit
+def _load_token(row, live, logits, targets, fields, columns, logits_stride, KL: gl.constexpr, BONUS: gl.constexpr):
+    """Column and logit of the target, and the values of the loss terms; 0 where the row is not live.
+
+    A target outside the vocabulary has the logit NaN, so loss and gradient of its row are NaN, and no address outside the row is read.
+    """
+    target = gl.load(targets + row, mask=live, other=0)
+    exists = (target >= 0) & (target < columns)
+    column = gl.where(exists, target, 0)
+    at = logits + row * logits_stride + column
+    logit = gl.where(exists, gl.load(at, mask=live, other=0.0).to(gl.float32), float("nan"))
+    return column, logit, load_values(fields, row, live, KL, BONUS)
+
+
+@gluon.jit
+def _row_loss(
+    statistics,
+    target_logit,
+    values_of_row,
+    c,
+    numbers,
+    coefficients,
+    grad_scale,
+    zero,
+    TOKEN_KERNEL: gl.constexpr,
+    KL: gl.constexpr,
+    BONUS: gl.constexpr,
+):
+    """The row's results, and what its gradient needs: `slope`, then peak, factor and bend of `_column_gradient`, and `_opaque`'s key.
+
+    With `total` the sum of 2^(z c - peak), the probability of a column is 2^x / total.
+    """
+    m, s, t = statistics
+    peak, total, shifted = gl.reduce((m, s, t), 0, merge)  # the threads of the row meet here, once
+    logprob, entropy = logprob_and_entropy(peak, total, shifted, target_logit, c)
+    policy, slope = TOKEN_KERNEL(logprob, values_of_row.old_logprob, values_of_row.advantage, numbers)
+    loss, slope, bend, kl = loss_terms(policy, slope, logprob, entropy, values_of_row, coefficients, KL, BONUS)
+    slope *= -grad_scale
+    bend *= -grad_scale
+    if BONUS:  # -bend p (log p + H), log p = ln2 (x - log2 total)
+        factor = (slope + bend * (entropy - LN2 * gl.log2(total))) / total
+        bend = bend * LN2 / total
+    else:
+        factor = slope / total
+    key = zero & total.to(gl.int32, bitcast=True)  # 0, which the compiler cannot know
+    return (policy, loss, logprob, logprob - values_of_row.old_logprob, entropy, kl), slope, peak, factor, bend, key
+
+
+@gluon.jit
+def _store_results(results, rows, row, found, KL: gl.constexpr, ENTROPY: gl.constexpr):
+    """Results [5 or 6, rows]: loss of the objective, whole loss, log-probability, log-ratio, entropy, KL estimate."""
+    policy, loss, logprob, log_ratio, entropy, kl = found
+    gl.store(results + row, policy)
+    gl.store(results + rows + row, loss)
+    gl.store(results + 2 * rows + row, logprob)
+    gl.store(results + 3 * rows + row, log_ratio)
+    gl.store(results + 4 * rows + row, entropy if ENTROPY else 0.0)
+    if KL is not None:
+        gl.store(results + 5 * rows + row, kl)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def single_pass_kernel(
+    logits,
+    gradients,
+    targets,
+    fields,
+    results,
+    rows,
+    columns,
+    logits_stride,
+    gradients_stride,
+    c,
+    numbers,
+    coefficients,
+    grad_scale,
+    zero,
+    TOKEN_KERNEL: gl.constexpr,
+    KL: gl.constexpr,
+    BONUS: gl.constexpr,
+    ENTROPY: gl.constexpr,
+    ROW: gl.constexpr,
+):
+    """Each program takes every `num_programs`-th row. Widths and offsets are in words of 32 bits, those of gradients in columns.
+
+    `fields` are `FieldPointers`, `coefficients` lambda and eta of `terms`, `ROW` is a `Tiling`.
+    """
+    THREADS: gl.constexpr = ROW.threads
+    GROUPS: gl.constexpr = ROW.groups
+    PER: gl.constexpr = ROW.per_group
+    LAG: gl.constexpr = ROW.lag
+    KEPT: gl.constexpr = ROW.kept
+    STREAMED: gl.constexpr = ROW.streamed
+    AHEAD: gl.constexpr = ROW.ahead
+    KIND: gl.constexpr = "bfloat16x2" if logits.dtype.element_ty == gl.bfloat16 else "plain"
+    PAIR: gl.constexpr = 2 if KIND == "bfloat16x2" else 1  # columns of a word
+    TILE: gl.constexpr = THREADS * WORDS
+    SLOTS: gl.constexpr = GROUPS * PER
+    ALL_SHARED: gl.constexpr = KEPT == 0 and STREAMED == 0  # then a row may end within shared memory
+    dtype: gl.constexpr = gradients.dtype.element_ty
+    word: gl.constexpr = gl.int32 if PAIR == 2 else logits.dtype.element_ty
+    layout: gl.constexpr = gl.BlockedLayout([1, WORDS], [32, 1], [THREADS // 32, 1], [1, 0])
+    g_layout: gl.constexpr = gl.BlockedLayout([1, WORDS * PAIR], [32, 1], [THREADS // 32, 1], [1, 0])
+    thread: gl.constexpr = gl.SliceLayout(1, layout)
+    shared: gl.constexpr = gl.SwizzledSharedLayout(WORDS, 1, 1, [1, 0])
+    # Two views of the same memory: `groups` for the copies, `slots` for single tiles.
+    groups = gl.allocate_shared_memory(word, [GROUPS, PER * THREADS, WORDS], shared)
+    if REINTERPRETS:
+        slots = groups.reinterpret(word, [SLOTS, THREADS, WORDS], shared)
+    else:
+        slots = groups._reinterpret(word, [SLOTS, THREADS, WORDS], shared)
+
+    in_thread = gl.arange(0, WORDS, layout=gl.SliceLayout(0, layout))[None, :]
+    offsets = gl.arange(0, THREADS, layout=thread)[:, None] * WORDS + in_thread
+    group_offsets = gl.arange(0, PER * THREADS, layout=thread)[:, None] * WORDS + in_thread
+    g_thread = gl.arange(0, THREADS, layout=gl.SliceLayout(1, g_layout))[:, None] * (WORDS * PAIR)
+    g_offsets = g_thread + gl.arange(0, WORDS * PAIR, layout=gl.SliceLayout(0, g_layout))[None, :]
+    zeros = gl.full((THREADS, WORDS * PAIR), 0.0, dtype, g_layout)
+    none = gl.full((THREADS,), 0.0, gl.float32, thread)
+    floor = gl.full((THREADS,), FLOOR, gl.float32, thread)
+
+    z_words = logits.to(gl.pointer_type(word))
+    z_stride = logits_stride // PAIR
+    width = columns // PAIR
+    after = (SLOTS + KEPT) * TILE  # first streamed word
+
+    # The first row. Nothing overlaps yet: copy all of it, wait for all copies, accumulate. A row that is masked (not live) has the
+    # limit 0, so none of it is read here or anywhere below.
+    row = gl.program_id(0).to(gl.int64)
+    live = gl.load(fields.mask + row) != 0
+    if AHEAD:
+        token = _load_token(row, live, logits, targets, fields, columns, logits_stride, KL, BONUS)
+    limit = gl.where(live, width, 0)
+    z_row = z_words + row * z_stride
+    for g in gl.static_range(GROUPS):
+        _fill(groups.index(g), z_row + g * PER * TILE, group_offsets, limit - g * PER * TILE)
+    kept = _load_tiles(z_row + offsets, offsets, limit, KIND, TILE, SLOTS, KEPT)
+    statistics = (floor, none, none)
+    async_copy.wait_group(0)
+    if live:
+        for slot in range(SLOTS):
+            statistics = _accumulate_slot(
+                statistics, slots, slot, offsets, width, c, layout, KIND, ENTROPY, TILE, MASKED=True
+            )
+        for k in gl.static_range(KEPT):
+            statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
+        if STREAMED > 0:
+            statistics = _stream_statistics(
+                statistics, z_row + offsets, offsets, after, width, c, KIND, ENTROPY, TILE, STREAMED
+            )
+
+    while row < rows:
+        # 1. The loss of the row, from the statistics of all its words. A row that is not live has loss and gradient 0.
+        if not AHEAD:
+            token = _load_token(row, live, logits, targets, fields, columns, logits_stride, KL, BONUS)
+        target, target_logit, values_of_row = token
+        slope = 0.0
+        bend = 0.0
+        peak = 0.0
+        factor = 0.0
+        policy = 0.0
+        loss = 0.0
+        kl = 0.0
+        logprob = 0.0
+        log_ratio = 0.0
+        entropy = 0.0
+        key = 0
+        if live:
+            found, slope, peak, factor, bend, key = _row_loss(
+                statistics,
+                target_logit,
+                values_of_row,
+                c,
+                numbers,
+                coefficients,
+                grad_scale,
+                zero,
+                TOKEN_KERNEL,
+                KL,
+                BONUS,
+            )
+            policy, loss, logprob, log_ratio, entropy, kl = found
+        _store_results(results, rows, row, (policy, loss, logprob, log_ratio, entropy, kl), KL, ENTROPY)
+        moves = slope != 0  # else the gradient is 0, for instance where the objective clips
+        if BONUS:
+            moves = moves | (bend != 0)
+        column_terms = (c, peak, factor, bend)
+
+        # 2. The gradient of what is not in shared memory: kept tiles, then streamed ones. Zeros are written over the whole row here,
+        #    so that the groups below have nothing to write.
+        following = row + gl.num_programs(0)
+        live_next = gl.load(fields.mask + following, mask=following < rows, other=0) != 0
+        limit = gl.where(live_next, width, 0)
+        z_next = z_words + following * z_stride
+        g_row = gradients + row * gradients_stride + g_offsets
+        if moves:
+            for k in gl.static_range(KEPT):
+                at = (SLOTS + k) * TILE * PAIR
+                out = _tile_gradient(_opaque(kept[k], key, KIND), column_terms, dtype, KIND, g_layout, BONUS)
+                gl.store(g_row + at, out, mask=g_offsets < columns - at)
+            if STREAMED > 0:
+                z_this = z_words + row * z_stride + offsets
+                _stream_gradients(
+                    z_this, g_row, offsets, g_offsets, after, width, column_terms,
+                    KIND, PAIR, TILE, STREAMED, g_layout, BONUS,
+                )  # fmt: skip
+        else:
+            for start in range(0, columns, TILE * PAIR):
+                gl.store(g_row + start, zeros, mask=g_offsets < columns - start)
+
+        # 3. The gradient of each group, and in its place the next row: the registers of the kept tiles are free now, and each group is
+        #    once its gradient is written. Group g - LAG of the next row was committed LAG iterations ago, and LAG - 1 groups after it,
+        #    so `wait_group(LAG - 1)` waits for it and leaves the later copies in flight.
+        if STREAMED == 0:
+            kept = _load_tiles(z_next + offsets, offsets, limit, KIND, TILE, SLOTS, KEPT)
+        statistics = (floor, none, none)
+        for g in gl.static_range(GROUPS):
+            if g >= LAG:
+                async_copy.wait_group(LAG - 1)
+            for tile in range(PER):
+                if moves:
+                    at = (g * PER + tile) * TILE * PAIR
+                    words = slots.index(g * PER + tile).load(layout)
+                    out = _tile_gradient(words, column_terms, dtype, KIND, g_layout, BONUS)
+                    if ALL_SHARED:
+                        gl.store(g_row + at, out, mask=g_offsets < columns - at)
+                    else:
+                        gl.store(g_row + at, out)
+                if g >= LAG:
+                    if live_next:
+                        statistics = _accumulate_slot(
+                            statistics, slots, (g - LAG) * PER + tile, offsets, width, c,
+                            layout, KIND, ENTROPY, TILE, ALL_SHARED,
+                        )  # fmt: skip
+            if g > 0 and STREAMED == 0:  # the kept tiles of the next row, spread over the groups
+                if live_next:
+                    for k in gl.static_range((g - 1) * KEPT // (GROUPS - 1), g * KEPT // (GROUPS - 1)):
+                        statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
+            # All threads have read their words of this group (above), so their copies may overwrite them.
+            _fill(groups.index(g), z_next + g * PER * TILE, group_offsets, limit - g * PER * TILE)
+
+        # 4. The target's column, which another thread may have written above without the target's own part: the barrier orders the two
+        #    stores. Its logit was loaded before anything was written.
+        if moves:
+            thread_barrier()
+            p = _column_gradient(target_logit, column_terms, BONUS)
+            gl.store(gradients + row * gradients_stride + target, (p - slope).to(dtype))
+        if AHEAD:
+            token = _load_token(following, live_next, logits, targets, fields, columns, logits_stride, KL, BONUS)
+
+        # 5. The rest of the next row's statistics: streamed tiles, whose registers the kept tiles get afterwards, and the last LAG
+        #    groups, each as soon as its copy is there.
+        if STREAMED > 0:
+            if live_next:
+                statistics = _stream_statistics(
+                    statistics, z_next + offsets, offsets, after, width, c, KIND, ENTROPY, TILE, STREAMED
+                )
+            kept = _load_tiles(z_next + offsets, offsets, limit, KIND, TILE, SLOTS, KEPT)
+        if live_next:
+            for g in gl.static_range(GROUPS - LAG, GROUPS):
+                async_copy.wait_group(GROUPS - 1 - g)
+                for tile in range(PER):
+                    statistics = _accumulate_slot(
+                        statistics, slots, g * PER + tile, offsets, width, c,
+                        layout, KIND, ENTROPY, TILE, ALL_SHARED,
+                    )  # fmt: skip
+            if STREAMED > 0:
+                for k in gl.static_range(KEPT):
+                    statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
+        else:
+            # A masked row is copied as zeros, which must have landed before the copies of the row after it start.
+            async_copy.wait_group(0)
+        row = following
+        live = live_next

@@ -1,0 +1,48 @@
+"""The oracle knows everything that is declared, and has figures that others published."""
+
+import math
+
+import numpy as np
+import pytest
+import step_oracle
+import token_oracle
+from token_oracle import KL_ESTIMATORS, OBJECTIVES, RANGES, Tokens, log_softmax
+
+from megatron_pg.declarations import corrections, objectives
+from megatron_pg.declarations.loss_terms import KINDS
+
+
+def test_everything_that_is_declared_has_an_oracle():
+    """A new objective needs a function in tests/oracles/token_oracle.py, and ranges from which its numbers are drawn."""
+    declared = objectives.OBJECTIVES
+    assert declared.keys() - OBJECTIVES.keys() == set()
+    numbers = {number.name for declaration in declared.values() for number in declaration.numbers}
+    assert numbers - RANGES.keys() == set()
+    assert {name for name, own in declared.items() if own.has_one_loss_per_sequence} == {
+        *token_oracle.ONE_LOSS_PER_DOCUMENT
+    }
+    assert corrections.KL_ESTIMATORS.keys() - KL_ESTIMATORS.keys() == set()
+    forms = {kind for kind in KINDS if kind.startswith(("topk_", "full_"))}
+    for kind in forms:
+        token_oracle.summand(kind.partition("_")[2], 0.5, 0.25, 0.5)
+    assert KINDS.keys() - forms - step_oracle.KINDS.keys() == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds", "expected"),
+    [("tis", (0, 2), 0.032), ("icepop", (0.5, 2), 0.325), ("icepop", (0.5, 5), 0.0), ("none", (None, None), 0.494)],
+)
+def test_bias_of_corrections(name, bounds, expected):
+    """V = 512: relative bias of the expected gradient under samples of another rollout policy, as published."""
+    j = np.arange(512)
+    z = 2 * np.sin(j)
+    new = log_softmax(z, 1.0)
+    rollout = log_softmax(z + 0.5 * math.sqrt(2) * np.sin(7 * j + 1), 1.0)
+    p, q = np.exp(new), np.exp(rollout)
+    a = np.cos(3 * j)
+    a = a - p @ a
+    tokens = Tokens(np.zeros((512, 1)), np.zeros(512, int), new, old=new, advantages=a, rollout=rollout)
+    gamma, kappa = token_oracle.correction(name, tokens, *bounds)
+    true, seen = p * a, q * gamma * kappa * a
+    true, seen = (x - p * x.sum() for x in (true, seen))
+    assert np.linalg.norm(seen - true) / np.linalg.norm(true) == pytest.approx(expected, abs=1e-3)
