@@ -62,13 +62,27 @@ class ReaderCase:
         width: int = 5,
         is_shared: bool = False,
         log_p: Tensor | None = None,
+        counts: tuple[int, ...] = COUNTS,
     ) -> "ReaderCase":
-        """From torch's generator. `is_shared`: all terms are over the objective's tokens; `log_p`: of the top-k teacher."""
+        """From torch's generator.
+
+        Args:
+            reader: of `READERS`.
+            size: columns that are not padding.
+            others: further terms over the same teacher.
+            rows: how many; with a sampling mask as many as counts.
+            width: ids per row.
+            is_shared: all terms are over the objective's tokens.
+            log_p: of the top-k teacher [rows, size]; None: at random.
+            counts: tokens that could be sampled, by row.
+        """
         terms = further_terms(reader, *others)
         masks = {name: torch.rand(rows) < 0.6 for name in ("rl", *(term.name for term in terms if term.on != "rl"))}
         for number, mask in enumerate(masks.values()):
-            mask[: len(masks) + 2] = torch.tensor([i in (number, len(masks)) for i in range(len(masks) + 2)])
+            known = [True, *(i == number for i in range(len(masks))), False]  # all, one each, none
+            mask[: len(known)] = torch.tensor(known[:rows])
         if reader.startswith("mask"):
+            rows = len(counts)
             masks["rl"] = torch.arange(rows) != 4
         if is_shared:
             terms = tuple(replace(term, on="rl") for term in terms)
@@ -81,21 +95,21 @@ class ReaderCase:
         for name, readers in READ.items():
             read = [masks.get(each, masks["rl"]) for each in readers if each in ("rl", *(term.name for term in terms))]
             values[name] = torch.where(torch.stack(read).any(dim=0), values[name], math.nan) if read else None
+        values["ref_logprobs"] = values["ref_logprobs"] if reader == "plain" else None
         targets = torch.randint(0, size, (rows,))
         details, sets = {}, None
         if reader.startswith("mask"):
-            sets, details = _sampling_mask(size, masks["rl"], targets)
+            sets, targets, details["sampling_mask"] = _sampling_mask(size, counts, masks["rl"])
         elif reader in TOPK:
             details["teacher_topk"] = _topk(size, width, _read(masks, terms), targets, log_p)
         elif reader in FULL:
             slots = (_read(masks, terms).cumsum(0) - 1).clamp(min=0)
-            details["teacher_hidden"] = TeacherStates(
-                slots=slots, states=torch.randn(int(slots.max()) + 1, 12).double()
-            )
+            states = torch.randn(int(slots.max()) + 1, 12).double()
+            states[1:2] *= 10  # probabilities that are 0 in float32
+            details["teacher_hidden"] = TeacherStates(slots=slots, states=states)
         token_fields = TokenFields(
             targets=torch.where(union, targets, -100),
             mask=union,
-            policy_mask=masks["rl"] if has_own else None,
             weights=weights["rl"],
             corrections=torch.linspace(0, 2, rows).double() if reader == "plain" else None,
             **values,
@@ -104,7 +118,8 @@ class ReaderCase:
                 term.name: TermFields(weights=weights[term.name], mask=masks[term.name] if has_own else None)
                 for term in terms
                 if term.on != "rl" or is_shared
-            },
+            }
+            | ({"rl": TermFields(mask=masks["rl"])} if has_own else {}),
         )
         objective = objective_of("grpo", clip_eps_low=LOW, clip_eps_high=HIGH)
         loss = LossTerms(
@@ -140,7 +155,7 @@ class ReaderCase:
     def logprobs(self, logits: Tensor, temperature: float) -> Tensor:
         """[T], 0 where the objective trains nothing."""
         f = self.policy_loss.fields
-        rows = f.of_policy.mask.nonzero()[:, 0].tolist()
+        rows = f.objective_mask.nonzero()[:, 0].tolist()
         found = torch.zeros(len(f.mask), dtype=torch.float64)
         for t in rows:
             found[t] = self._kept(t, logits[t, : self.size] / temperature)[int(f.targets[t])]
@@ -157,11 +172,12 @@ class ReaderCase:
         f, terms = self.policy_loss.fields, self.policy_loss.terms
         log_q = self._kept(t, z)
         new = log_q[int(f.targets[t])]
-        if f.of_policy.mask[t]:
+        if f.objective_mask[t]:
             log_ratio, advantage = new - f.old_logprobs[t], f.advantages[t]
             ratio = log_ratio.clamp(-MOST, MOST).exp()
             surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - LOW, 1 + HIGH) * advantage)
             correction = 1.0 if f.corrections is None else f.corrections[t]
+            surrogate = advantage * new if terms.objective.name == "reinforce" else surrogate
             yield -f.weights[t] * correction * surrogate
         for term in terms.further:
             own = f.of_term(term.name)
@@ -228,18 +244,15 @@ def _read(masks: dict[str, Tensor], terms: tuple[LossTerm, ...]) -> Tensor:
     return torch.stack([masks.get(term.name, masks["rl"]) for term in terms]).any(dim=0)
 
 
-def _sampling_mask(size: int, mask: Tensor, targets: Tensor) -> tuple[list[list[int]], dict[str, SamplingMask]]:
-    """A set for each row, of `COUNTS` tokens; the sets of masked rows hold no token."""
-    counts = [size if n < 0 else min(n, size) for n in COUNTS[: len(mask)]]
-    sets = [torch.randperm(size)[:n].tolist() for n in counts]
-    for t, each in enumerate(sets):
-        if each:
-            targets[t] = each[len(each) // 2]
+def _sampling_mask(size: int, counts: tuple[int, ...], mask: Tensor) -> tuple[list[list[int]], Tensor, SamplingMask]:
+    """Sets of so many tokens, a target of each, and the mask; the sets of masked rows hold no token."""
+    sets = [torch.randperm(size)[: size if n < 0 else n].tolist() for n in counts]
+    targets = torch.tensor([each[len(each) // 2] if each else int(torch.randint(0, size, ())) for each in sets])
     poisoned = [each if m else [size + 5, -9] for each, m in zip(sets, mask.tolist(), strict=True)]
     ids = torch.tensor([j for each in poisoned for j in each], dtype=torch.int32)
     found = SamplingMask.of(ids, torch.tensor([0, *map(len, poisoned)]).cumsum(0))
     found.counts[~mask] = 0  # as a batch has it
-    return sets, {"sampling_mask": found}
+    return sets, targets, found
 
 
 def _topk(size: int, width: int, read: Tensor, targets: Tensor, log_p: Tensor | None) -> TopK:
