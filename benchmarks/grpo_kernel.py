@@ -53,12 +53,25 @@ def ours(fields: dict, **options) -> Callable:
     """Forward and backward of `grpo_loss`."""
 
     def run(logits):
-        leaf = logits.requires_grad_()
-        logits = leaf.view_as(leaf)
+        logits = ModelOutput.apply(torch.ones((), device=logits.device, requires_grad=True), logits)
         out = grpo_loss(logits, **fields, **CLIP, **options)
-        return out, torch.autograd.grad(out.loss, leaf)[0]
+        return out, torch.autograd.grad(out.loss, logits)[0]
 
     return run
+
+
+class ModelOutput(torch.autograd.Function):
+    """Logits as the output of a model, not a leaf, so that their memory may be overwritten."""
+
+    @staticmethod
+    def forward(ctx, weight, logits):
+        """The logits, differentiable."""
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """No gradient: it is taken at the logits."""
+        return None, None
 
 
 def eager_loss(logits, targets, old_logprobs, advantages, weights, mask):

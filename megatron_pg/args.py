@@ -1,4 +1,4 @@
-"""The command line, the face of `flags`: `add_arguments`, and `validate_args` with the decision table that checks them.
+"""The command line: `add_arguments`, and `validate_args`, which checks every rule of `flags`.
 
 `add_arguments` is an `extra_args_provider` of Megatron. `validate_args` runs after the *last* merge of command
 line, YAML and recipe, and before Megatron builds its model config, because that config freezes the per-token
@@ -45,7 +45,7 @@ __all__ = [
     "validate_args",
 ]
 
-# Own arguments that move no loss or gradient, or, of documents, only which samples a step takes.
+# Arguments of this package that change no loss or gradient, or only the samples of a step.
 _NOT_OF_THE_LOSS = (
     *("pg_metrics", "pg_no_mismatch_advice", "pg_kernel", "pg_dry_run"),
     *("docs_per_step_end", "docs_per_step_drop_position"),
@@ -67,23 +67,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--pg-metrics",
         choices=METRIC_LEVELS,
         default="basic",
-        help="none: pg_loss only; basic: ratio, KL, clip fraction, advantages, counts; with_entropy: and the exact entropy.",
+        help="none: pg_loss only; basic: also ratio, KL, clip fraction, advantages, counts; with_entropy: also the "
+        "exact entropy.",
     )
     group.add_argument(
         "--pg-no-mismatch-advice",
         action="store_true",
-        help="Say nothing where trainer and rollout engine stay apart for several steps; the metrics mismatch/... stay.",
+        help="Do not warn when trainer and rollout engine differ for several steps. The metrics mismatch/... are kept.",
     )
     group.add_argument(
         "--pg-kernel",
         choices=IMPLEMENTATIONS,
-        help="Implementation of log-probabilities and loss. Default: triton on CUDA, torch elsewhere; none falls back.",
+        help="Implementation of log-probabilities and loss. Default: triton on CUDA, torch elsewhere. There is no "
+        "fallback.",
     )
     group.add_argument(
         "--pg-dry-run",
         action="store_true",
-        help="Stop on every rank once the arguments were validated and compared, before model and data are built: print the "
-        "objective in force and exit 0. The same as MEGATRON_PG_DRY_RUN=1 in the environment.",
+        help="Validate the arguments, compare them between ranks, print the effective objective and exit with code 0, "
+        "before model and data are built. The same as MEGATRON_PG_DRY_RUN=1 in the environment.",
     )
     add_objective_arguments(group)
     add_term_arguments(group)
@@ -107,12 +109,15 @@ def validate_args(args: argparse.Namespace) -> argparse.Namespace:
     Raises:
         ArgumentError: with every violation of the decision table at once.
     """
-    found = vars(args)
-    if missing := [name for name in own_arguments() if name not in found]:
-        message = f"megatron_pg arguments are missing (--yaml-cfg replaces the parsed namespace): set {', '.join(missing)} in the YAML file"
+    attributes = vars(args)
+    if missing := [name for name in own_arguments() if name not in attributes]:
+        message = (
+            "megatron_pg arguments are missing (--yaml-cfg replaces the parsed namespace): set "
+            f"{', '.join(missing)} in the YAML file"
+        )
         raise ArgumentError([("E1", message)])
     facts = Facts(args)
-    validated_before = "megatron_pg_validated" in found
+    validated_before = "megatron_pg_validated" in attributes
     if violations := (_late_changes(args) if validated_before else []) or _violations(facts):
         raise ArgumentError(violations)
     if validated_before:
@@ -180,7 +185,7 @@ def rank_snapshot(args: argparse.Namespace) -> dict[str, str]:
 
 
 def checkpoint_changes(saved: argparse.Namespace, args: argparse.Namespace) -> list[str]:
-    """What decides the loss and is otherwise in a checkpoint's arguments, as "--flag: old, now new"; both are validated."""
+    """Changes of the loss since a checkpoint, as "--flag: old, now new"; both arguments must be validated."""
     if "megatron_pg_validated" not in vars(saved):
         return []  # trained without this loss
     then, now = json.loads(saved.megatron_pg_validated), json.loads(json.dumps(snapshot(args)))
@@ -189,7 +194,7 @@ def checkpoint_changes(saved: argparse.Namespace, args: argparse.Namespace) -> l
 
 
 def _as_text(value: object) -> str:
-    """The value as it is written; of a long one the begin and a hash, because the message that carries it has a size."""
+    """The value as text; a long value is cut and gets a hash, because the message between ranks has a fixed size."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:40]}… ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
 

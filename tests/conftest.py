@@ -101,4 +101,4 @@ def seed():
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
-    torch.set_num_threads(1)  # tests run beside each other; tiny tensors gain nothing from more
+    torch.set_num_threads(1)  # tests run at the same time; tiny tensors gain nothing from more

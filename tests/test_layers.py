@@ -186,7 +186,7 @@ def test_importing_the_package_needs_neither_megatron_nor_cuda():
 
 
 UNIT = Path(__file__).parent / "unit"
-# The file of the modules that have none of their own: tests of a whole package, or of what only a whole step shows.
+# The file of the modules without their own: tests of a whole package, or of what only a whole step shows.
 TOGETHER = {
     "declarations/*": "tests/unit/declarations/test_declarations.py",
     "flags/errors.py": "tests/unit/test_args.py",

@@ -24,7 +24,7 @@ def microbatch_means(samples: list[Sample], rows: int) -> list[Sample]:
 
 
 def without_sampling_mask(samples: list[Sample], policy: Policy, logprobs: str) -> list[Sample]:
-    """Truncated samples as a trainer reads them that does not know of what they were drawn.
+    """Truncated samples as a trainer reads them without their sampling masks.
 
     `logprobs`: "engine" leaves the log-probabilities over the sampling mask, "recomputed" takes those over the whole
     vocabulary.

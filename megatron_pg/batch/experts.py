@@ -31,11 +31,11 @@ def local_experts(local: LocalBatch, *, num_experts: int, layers: int, topk: int
         for rows in (whole.sample_index, whole.position_ids)
     )
     records = [sample.routed_experts for sample in whole.samples if sample.routed_experts is not None]
-    every = torch.cat([torch.zeros(0, layers, topk, dtype=torch.int32), *records])
+    records_joined = torch.cat([torch.zeros(0, layers, topk, dtype=torch.int32), *records])
     lengths = torch.tensor([*map(len, records), 0])  # an index of -1, padding, takes the last: no token
     starts = torch.tensor([0, *itertools.accumulate(map(len, records))])
     is_known = positions < lengths[samples]
     turns = torch.arange(len(positions) * topk, dtype=torch.int32).remainder(num_experts).view(-1, 1, topk)
-    found = turns.repeat(1, layers, 1)
-    found[is_known] = every[starts[samples[is_known]] + positions[is_known]]
-    return found.transpose(0, 1).contiguous()
+    experts = turns.repeat(1, layers, 1)
+    experts[is_known] = records_joined[starts[samples[is_known]] + positions[is_known]]
+    return experts.transpose(0, 1).contiguous()

@@ -67,8 +67,8 @@ class TokenFields:
     def per_token(self) -> dict[str, Any]:
         """The known fields [T] by name; those of a loss term as `term.field`. Payloads are not among them."""
         known = dict(zip(_NAMES, _values(self), strict=True))
-        for term, own in self.terms.items():
-            known |= {f"{term}.{each.name}": getattr(own, each.name) for each in fields(own)}
+        for term, of_term in self.terms.items():
+            known |= {f"{term}.{field.name}": getattr(of_term, field.name) for field in fields(of_term)}
         return {name: values for name, values in known.items() if isinstance(values, torch.Tensor)}
 
     @property
@@ -85,7 +85,7 @@ class TokenFields:
             term, dot, kind = name.partition(".")
             if dot:
                 by_term.setdefault(term, {})[kind] = values[name]
-        terms = {term: TermFields(**own) for term, own in by_term.items()}
+        terms = {term: TermFields(**values) for term, values in by_term.items()}
         rest: dict[str, Any] = {"old_logprobs": None}
         rest |= {name: v for name, v in values.items() if "." not in name}
         return cls(**rest, terms=terms, sequences=sequences)
@@ -93,8 +93,10 @@ class TokenFields:
     def at(self, rows: Tensor | slice) -> "TokenFields":
         """Select rows, for a loss that reads no sequences."""
         chosen: dict[str, Any] = {name: values[rows] for name, values in self.per_token().items()}
-        return TokenFields.of(chosen | {name: each.at(rows) for name, each in self.payloads.items()}, self.sequences)
+        return TokenFields.of(
+            chosen | {name: payload.at(rows) for name, payload in self.payloads.items()}, self.sequences
+        )
 
 
-_NAMES = tuple(each.name for each in fields(TokenFields))
+_NAMES = tuple(field.name for field in fields(TokenFields))
 _values = attrgetter(*_NAMES)

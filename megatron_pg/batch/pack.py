@@ -153,8 +153,8 @@ def pack(
     if cp_ranks is not None:
         if qkv_format != "thd" or cp_size != 1:
             raise ValueError(
-                f"cp_ranks={cp_ranks} with qkv_format={qkv_format!r} and cp_size={cp_size}: ranks of its own has a "
-                "packed row (thd), and their number is its cp_size. Choose thd and leave cp_size out."
+                f"cp_ranks={cp_ranks} with qkv_format={qkv_format!r} and cp_size={cp_size}: only a packed row (thd) "
+                "has its own ranks, and their number is its cp_size. Choose thd and leave cp_size out."
             )
         return replace(_pack_thd(samples, cp_ranks.size, max_seq_len, multiple_of), cp_ranks=cp_ranks)
     if qkv_format == "thd":

@@ -1,5 +1,6 @@
-"""The aggregations: what a trained token weighs, 1/δ, with δ one denominator per sample."""
+"""The aggregations: the weight of a trained token is 1/δ, with one denominator δ per sample."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,21 +9,19 @@ from megatron_pg.declarations.declaration import load
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AggregationDeclaration:
-    """An aggregation: how it reads, what it counts, and the reducer that computes it.
+    """An aggregation: its formula, what it counts, and the reducer that computes it.
 
-    Texts are formatted with `counted` and `tokens`, which units and tokens --pg-denominator counts, and `divisor`.
+    Texts are formatted with `counted` and `tokens`, which --pg-denominator decides, and with `divisor`.
     """
 
     formula: str  # the policy term, N_r rollouts, P prompts, T trained tokens of the step
     denominator: str  # δ in words
     numbers: str  # δ where the number of rollouts is not known before the step
-    known_numbers: str | None = (
-        None  # and where it is: formatted with `rollouts` and `product`, their product with `divisor`, too
-    )
-    unit: str  # "rollout", "prompt" or "token": what the denominator counts; ids of prompts are needed for the second
+    known_numbers: str | None = None  # if it is known; also formatted with `rollouts` and `product`, times `divisor`
+    unit: str  # what the denominator counts: "rollout", "prompt" (which needs prompt ids) or "token"
     per_rollout: Callable[[float, float, float | None], float]
     """δ / N_r of an answer, from its length, the mean length of the step's answers, and the divisor."""
-    elsewhere: str  # what other frameworks call it, for a reader
+    elsewhere: str  # its names in other frameworks, for a reader
     aliases: tuple[str, ...] = ()  # their names for it, for "did you mean"; never accepted
     takes_divisor: bool = False  # L, `--loss-aggregation-divisor`
     is_per_token: bool = False  # the objective that Megatron's --calculate-per-token-loss asks for
@@ -41,7 +40,8 @@ AGGREGATIONS = {
         known_numbers="N_r·M = {rollouts}·M, M {tokens} tokens of the rollout",
         unit="rollout",
         per_rollout=lambda length, mean, divisor: length,
-        elsewhere="slime, miles: the default; verl: seq-mean-token-mean (weighs rows); TRL: grpo (rows); NeMo-RL: token_level_loss false",
+        elsewhere="slime, miles: the default; verl: seq-mean-token-mean (weighs rows); TRL: grpo (rows); NeMo-RL: "
+        "token_level_loss false",
         aliases=("grpo", "seq_mean_token_mean"),
         reducer="megatron_pg.reducers.sample_mean:sample_mean",
     ),
@@ -61,7 +61,8 @@ AGGREGATIONS = {
         numbers="T, the {tokens} tokens of the step",
         unit="token",
         per_rollout=lambda length, mean, divisor: mean,
-        elsewhere="slime, miles, Megatron: --calculate-per-token-loss; verl: token-mean; TRL: dapo; NeMo-RL: token_level_loss true",
+        elsewhere="slime, miles, Megatron: --calculate-per-token-loss; verl: token-mean; TRL: dapo; NeMo-RL: "
+        "token_level_loss true",
         aliases=("dapo", "token", "bnpo"),
         is_per_token=True,
         reducer="megatron_pg.reducers.token_mean:token_mean",
@@ -72,8 +73,9 @@ AGGREGATIONS = {
         numbers="N_r·L = N_r·{divisor:g}, N_r rollouts of the step{counted}",
         known_numbers="N_r·L = {rollouts}·{divisor:g} = {product:.12g}, the same at every step, micro-batch and rank",
         unit="rollout",
-        per_rollout=lambda length, mean, divisor: divisor,
-        elsewhere="Dr. GRPO; verl: seq-mean-token-sum-norm with loss_scale_factor; TRL: dr_grpo (L is max_completion_length)",
+        per_rollout=lambda length, mean, divisor: divisor or math.nan,
+        elsewhere="Dr. GRPO; verl: seq-mean-token-sum-norm with loss_scale_factor; TRL: dr_grpo (L is "
+        "max_completion_length)",
         aliases=("dr_grpo", "seq_mean_token_sum", "seq_mean_token_sum_norm"),
         takes_divisor=True,
         reducer="megatron_pg.reducers.constant:constant",
@@ -84,9 +86,9 @@ STEP_MEANS = {False: DEFAULT, True: "token_mean"}  # what Megatron's per-token f
 
 
 def elsewhere() -> dict[str, str]:
-    """What other frameworks' names for an aggregation are here."""
-    found: dict[str, list[str]] = {}
+    """Our names of aggregations, by their names in other frameworks."""
+    names_of: dict[str, list[str]] = {}
     for name, declaration in reversed(AGGREGATIONS.items()):
         for alias in declaration.aliases:
-            found.setdefault(alias, []).append(name)
-    return {alias: " or ".join(names) for alias, names in found.items()}
+            names_of.setdefault(alias, []).append(name)
+    return {alias: " or ".join(names) for alias, names in names_of.items()}

@@ -1,4 +1,4 @@
-"""The words that flags and functions share, beside the tables."""
+"""The words that flags and functions share, in addition to the tables."""
 
 IMPLEMENTATIONS = ("triton", "torch")  # of log-probabilities and loss
 METRIC_LEVELS = ("none", "basic", "with_entropy")
@@ -7,8 +7,8 @@ MTP_AGGREGATIONS = ("token_mean", "policy")  # weights of multi-token prediction
 HEAD_MODES = ("forward", "recompute", "scaled_exp")  # how the fused head makes its gradient
 AT_ONCE = ("forward", "scaled_exp")  # the modes that make it with the loss
 HEAD_BACKWARDS = ("bf16", "split")  # how it rounds the gradient of the logits
-SAMPLING_MASK_MISSING = ("error", "mask")  # what a trained token outside its sample's sampling mask is
-SAMPLING_MASK_ENTROPIES = ("full", "kept")  # what the entropy of a token with a sampling mask is over
+SAMPLING_MASK_MISSING = ("error", "mask")  # for a trained token outside its sampling mask
+SAMPLING_MASK_ENTROPIES = ("full", "kept")  # the entropy of a token with a sampling mask
 DOCS_POLICIES = ("exact", "at_least")
 DOCS_ENDS = ("partial", "stop")
 QKV_FORMATS = ("thd", "bshd")  # packed rows, padded rows
@@ -20,6 +20,6 @@ DENOMINATORS = {
     "kept": (" with a kept token", "kept", "counts units and tokens that the correction does not reject"),
 }
 
-# The arguments that a user's own function is called with, by position.
+# The positional arguments of a custom function.
 REDUCER_PARAMETERS = ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss=False")
 OBJECTIVE_PARAMETERS = ("tokens", "parameters")

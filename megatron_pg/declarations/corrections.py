@@ -14,17 +14,17 @@ from megatron_pg.declarations.declaration import ABOVE_ZERO, Number, Reads, load
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionDeclaration:
-    """How tokens are chosen by what is known of all tokens of the step; functions of `megatron_pg.objectives.corrections.selections`."""
+    """A selection of tokens by data of the whole step, with functions of `objectives.corrections.selections`."""
 
-    key: str  # what a token is chosen by
-    reads: tuple[str, ...]  # fields of the sample that it is made of
-    is_centred: bool = False  # it is given the means of those over the step, too
-    choice: str  # which are chosen, from the keys of the step
-    penalises: bool = False  # the chosen tokens have a further loss; else they are taken out of the policy term
-    published_with: str | None = None  # the objective, where it is another than the default
+    key: str  # the number by which tokens are selected
+    reads: tuple[str, ...]  # fields of the sample that the key is computed from
+    is_centred: bool = False  # the key also reads the means of these fields over the step
+    choice: str  # selects tokens from the keys of the step
+    penalises: bool = False  # selected tokens get a penalty; False: they leave the policy term
+    published_with: str | None = None  # the objective of its paper, if not the default
 
     def load_key(self) -> Callable:
-        """From a sample, and means where it is centred, to [n] float64, of its trained tokens."""
+        """From a sample, and means if `is_centred`, to [n] float64 for its trained tokens."""
         return load(f"megatron_pg.objectives.corrections.selections:{self.key}")
 
     def load_choice(self) -> Callable:
@@ -34,21 +34,19 @@ class SelectionDeclaration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionDeclaration:
-    """A correction: how it reads, its bounds, and the function that computes it."""
+    """A correction: its formula, its bounds, and the function that computes it."""
 
     formula: str
     numbers: Reads = field(default_factory=dict)
-    bounds: str | None = None  # what they bound, where that is never below 0
-    rejects: str | None = None  # "data" or "model": what its rejections are known from; None: it rejects no token
+    bounds: str | None = None  # what the bounds apply to, if it is never negative
+    rejects: str | None = None  # "data" or "model", which decide its rejections; None: it rejects no token
     reads: str | None = None  # field that every sample must have
-    anchor: str | None = (
-        None  # field that off-policy sequences are measured from, where the model's log-probability decides
-    )
-    factors: tuple[str, ...] | None = None  # function, and its first arguments; None: a sequence's data do not decide
-    selection: SelectionDeclaration | None = None  # data of the whole step decide
+    anchor: str | None = None  # field that off-policy sequences are measured from, if the model decides
+    factors: tuple[str, ...] | None = None  # function and its first arguments, if data of a sequence decide
+    selection: SelectionDeclaration | None = None  # if data of the whole step decide
 
     def load(self) -> Callable | None:
-        """From log ρ of a sequence's trained tokens and the bounds to factors, and what is kept; None: they do not decide."""
+        """From log ρ of a sequence's trained tokens and the bounds to factors and kept tokens, or None."""
         if self.factors is None:
             return None
         function, *arguments = self.factors
@@ -67,14 +65,15 @@ CORRECTION_HIGH = Number(
     low=-math.inf,
     high=math.inf,
     requirement="finite",
-    help="Upper bound of --pg-correction, likewise.",
+    help="Upper bound of --pg-correction; its meaning and default are the correction's (docs/objectives.md).",
 )
 CORRECTION_FRACTION = Number(
     name="correction_fraction",
     low=ABOVE_ZERO,
     high=math.nextafter(1.0, 0.0),
     requirement="between 0 and 1",
-    help="Share of the step's trained tokens that --pg-correction clip_cov, kl_cov or top_entropy chooses; the default is its own.",
+    help="Fraction of the step's trained tokens that --pg-correction clip_cov, kl_cov or top_entropy selects; the "
+    "default depends on the correction.",
 )
 CORRECTION_COEF = Number(
     name="correction_coef",
@@ -84,7 +83,7 @@ CORRECTION_COEF = Number(
     help="Coefficient of the penalty of --pg-correction kl_cov. Default 1.",
 )
 NUMBERS = (CORRECTION_LOW, CORRECTION_HIGH, CORRECTION_FRACTION, CORRECTION_COEF)
-PENALTY = "kl_cov"  # the correction that is a further loss, and the loss term of that loss
+PENALTY = "kl_cov"  # the correction that adds a penalty, and the name of that loss term
 
 
 def _ratio(name: str, formula: str, low: float, high: float, *, rejects: bool) -> CorrectionDeclaration:
@@ -187,7 +186,7 @@ class EstimatorDeclaration:
     """An estimator of KL(π‖π_ref) per token."""
 
     formula: str  # of x = log π - log π_ref and r = π / π_old
-    flaw: str | None = None  # what its gradient is, where it is not that of KL(π‖π_ref)
+    flaw: str | None = None  # how its gradient differs from that of KL(π‖π_ref)
     is_weighted: bool = False  # by r, so that it reads π_old
     function: str  # of `megatron_pg.objectives.terms.kl`
 
@@ -199,13 +198,15 @@ class EstimatorDeclaration:
 KL_ESTIMATORS = {
     "k1": EstimatorDeclaration(
         formula="x",
-        flaw="its expected gradient is 0, so it adds noise and no penalty; k1_weighted or k3_weighted has the right gradient",
+        flaw="its expected gradient is 0, so it adds noise and no penalty; k1_weighted or k3_weighted has the right "
+        "gradient",
         function="k1",
     ),
     "k2": EstimatorDeclaration(formula="x²/2", function="k2"),
     "k3": EstimatorDeclaration(
         formula="e^-x - 1 + x",
-        flaw="its gradient is that of KL(π_ref‖π), not of KL(π‖π_ref); k3_weighted has the right one with the same value",
+        flaw="its gradient is that of KL(π_ref‖π), not of KL(π‖π_ref); k3_weighted has the right one with the same "
+        "value",
         function="k3",
     ),
     "abs": EstimatorDeclaration(

@@ -1,4 +1,4 @@
-"""What the tables share: numbers that flags set, and functions that are imported when they are asked for."""
+"""Shared by the tables: numbers that flags set, and functions that are imported on demand."""
 
 import difflib
 import functools
@@ -20,7 +20,7 @@ class Number:
     name: str
     low: float
     high: float
-    requirement: str  # what it must be, as messages say it
+    requirement: str  # for messages: must be …
     help: str
     metavar: str = "X"
 
@@ -35,11 +35,11 @@ class Number:
         return f"pg_{self.name}"
 
 
-Reads = Mapping[Number, float | None]  # what is read, with its default; None: there is none
+Reads = Mapping[Number, float | None]  # numbers that are read, each with its default or None
 
 
-def resolved(reads: Reads, given: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers that are read, by name: `given` (arguments by attribute, None where not given) before defaults."""
+def resolved(reads: Reads, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers that are read, by name: values of `given` (arguments by attribute), or else defaults."""
     return {n.name: default if given[n.attribute] is None else given[n.attribute] for n, default in reads.items()}
 
 
@@ -51,7 +51,7 @@ def load(path: str) -> Callable:
 
 
 def did_you_mean(word: str, names: Iterable[str], elsewhere: Mapping[str, str]) -> str:
-    """A hint for an unknown name: the close one, or what another framework's word is here. Empty where there is none."""
+    """A hint for an unknown name: a similar name, or ours for another framework's name. Empty without a match."""
     key = word.lower().replace("-", "_")
     close = difflib.get_close_matches(key, [*names, *elsewhere], n=1)
     guess = key if key in elsewhere else (close[0] if close else None)

@@ -1,19 +1,15 @@
-"""What `megatron_pg.pretrain` needs of an installation, and the command that adds it."""
+"""What `megatron_pg.pretrain` needs to be installed, and the command that installs it."""
 
 import platform
 import sys
 from importlib import metadata
 
-TRAINING = (
-    "pyyaml",
-    "einops",
-    "psutil",
-)  # imported by megatron.training, not required by megatron-core; extra `training`
+TRAINING = ("pyyaml", "einops", "psutil")  # extra `training`: megatron.training imports them
 _RELEASE = "0.17.1"  # of megatron-core, the one that runs on Python 3.11 too
 
 
 def missing_piece(error: ImportError) -> str:
-    """Say what is missing when Megatron cannot be imported, and how to add it.
+    """The message for an import error of Megatron: what is missing, and how to install it.
 
     Args:
         error: of `import megatron.training`.
@@ -22,18 +18,24 @@ def missing_piece(error: ImportError) -> str:
     if name in ("megatron", "megatron.core"):
         return f"megatron_pg.pretrain needs megatron-core, which is not installed. {_how_to_install()}"
     if name.startswith("megatron.training"):
-        return f"megatron_pg.pretrain needs megatron.training, which megatron-core {_version()} does not contain. {_how_to_install()}"
+        return (
+            f"megatron_pg.pretrain needs megatron.training, which megatron-core {_version()} does not contain. "
+            f"{_how_to_install()}"
+        )
     if name == "typing":
         return (
-            f"megatron_pg.pretrain needs megatron.training, and that of megatron-core {_version()} does not run on Python {python} "
-            f"({error}). Use Python 3.12 or later, or another release: {_how_to_install()}"
+            f"megatron_pg.pretrain needs megatron.training, which in megatron-core {_version()} does not run on "
+            f"Python {python} ({error}). Use Python 3.12 or later, or another release: {_how_to_install()}"
         )
     if name and not name.startswith("megatron") and isinstance(error, ModuleNotFoundError):
         return (
             f"megatron_pg.pretrain needs megatron.training, which needs the module {name}. Install what it needs with: "
             f"pip install {' '.join(TRAINING)}"
         )
-    return f"megatron_pg.pretrain needs megatron.training, which cannot be imported: {error}. `megatron-pg doctor` looks at the rest."
+    return (
+        f"megatron_pg.pretrain needs megatron.training, which cannot be imported: {error}. Run `megatron-pg doctor` to "
+        "check the installation."
+    )
 
 
 def _version() -> str:

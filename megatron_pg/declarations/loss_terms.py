@@ -1,4 +1,4 @@
-"""Every further loss of a step, once: a loss term is a loss, its tokens, its weight and its own denominators."""
+"""The loss terms: each is a loss with its own tokens, weight and denominators."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -10,16 +10,13 @@ from megatron_pg.declarations.declaration import load
 
 AS_POLICY = "policy"  # an aggregation: the weights of pg_loss, without its corrections
 _RL = "rl"  # name and kind of the objective
-SHORTHANDS = {
-    "kl": "--pg-kl-coef",
-    "entropy": "--pg-entropy-coef",
-    PENALTY: f"--pg-correction {PENALTY}",
-}  # the loss terms that have flags of their own
+# The loss terms with their own flags.
+SHORTHANDS = {"kl": "--pg-kl-coef", "entropy": "--pg-entropy-coef", PENALTY: f"--pg-correction {PENALTY}"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """A loss term's option: how much of the mixture m a distribution is."""
+    """The option of a loss term that sets the share of a distribution in the mixture m."""
 
     option: str
     default: float
@@ -27,33 +24,35 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermKind:
-    """What the loss of a token is."""
+    """The token-level loss of a kind of loss term."""
 
     formula: str  # of ℓ
-    reads_topk: bool = False  # the teacher's likeliest tokens, which every sample must have
-    whole_form: str | None = (
-        None  # a divergence over the whole vocabulary, from the teacher's hidden states, which likewise
-    )
-    has_tail: bool = True  # of such a kind: all other tokens are one category
+    payload: str | None = None  # of the samples, if it reads more than one number per token
+    whole_form: str | None = None  # of a divergence over the whole vocabulary, from the teacher's hidden states
+    module: str = "losses"  # of `megatron_pg.objectives.terms`, with its function
+    has_tail: bool = True  # of a top-k kind: all other tokens are one category
     mixture: Mixture | None = None
-    against: str | None = (
-        None  # field of log-probabilities that a KL estimator compares with; every sample must have it
-    )
-    estimator: str | None = None  # its default; None: there is none
-    is_of_a_correction: bool = False  # which chooses its tokens; no flag of loss terms asks for it
-    function: str  # of `megatron_pg.objectives.terms.losses`
+    against: str | None = None  # required field of log-probabilities that a KL estimator compares with
+    estimator: str | None = None  # the default, if there is one
+    is_of_a_correction: bool = False  # which selects its tokens; --pg-term does not accept it
+    function: str  # in `module`
+
+    @property
+    def reads_topk(self) -> bool:
+        """Whether it reads the teacher's top-k tokens."""
+        return self.payload == "teacher_topk"
 
     def load(self) -> Callable:
         """From `TermTokens` to [T]."""
-        return load(f"megatron_pg.objectives.terms.{'topk' if self.reads_topk else 'losses'}:{self.function}")
+        return load(f"megatron_pg.objectives.terms.{self.module}:{self.function}")
 
 
 def _topk(formula: str, function: str, **rest: Any) -> TermKind:
-    return TermKind(formula=formula, reads_topk=True, function=function, **rest)
+    return TermKind(formula=formula, payload="teacher_topk", module="topk", function=function, **rest)
 
 
 def _full(formula: str, form: str, **rest: Any) -> TermKind:
-    return TermKind(formula=formula, whole_form=form, function="whole_divergence", **rest)
+    return TermKind(formula=formula, payload="teacher_hidden", whole_form=form, function="whole_divergence", **rest)
 
 
 _JSD = "β·KL(P‖m) + (1-β)·KL(Q‖m), m = βP + (1-β)Q"
@@ -92,21 +91,26 @@ class LossTerm:
     name: str
     kind: str
     weight: float = 1.0  # λ
-    aggregation: str | None = None  # or AS_POLICY; None: that of the objective, with its divisor
+    aggregation: str | None = None  # or AS_POLICY; None: as the objective, with its divisor
     divisor: float | None = None  # L of `constant`
     on: str | None = None  # the loss term whose tokens it takes; None: it has its own
     estimator: str | None = None  # of a KL divergence
     mixture: float | None = None  # β or α of a teacher's divergence
     temperature: float | None = None  # of the teacher, of a top-k divergence; None: 1
-    tail_floor: float | None = None  # the least probability of the teacher's tail, of a top-k divergence with a tail
+    tail_floor: float | None = None  # lower bound of the teacher's tail probability, of a top-k divergence with a tail
 
     @property
     def _kind(self) -> TermKind:
         return KINDS.get(self.kind, _OBJECTIVE_KIND)
 
     @property
+    def payload(self) -> str | None:
+        """The payload of the samples that it reads."""
+        return self._kind.payload
+
+    @property
     def reads_topk(self) -> bool:
-        """Whether it reads the teacher's likeliest tokens."""
+        """Whether it reads the teacher's top-k tokens."""
         return self._kind.reads_topk
 
     @property
@@ -116,46 +120,46 @@ class LossTerm:
 
     @property
     def is_over_sampling_mask(self) -> bool:
-        """Whether it compares with log-probabilities of the rollout, which are over what could be sampled."""
+        """Whether it compares with log-probabilities of the rollout, which are over the sampling mask."""
         return self._kind.against not in (None, "teacher_logprobs")
 
     @property
     def is_of_a_correction(self) -> bool:
-        """Whether a correction chooses its tokens."""
+        """Whether a correction selects its tokens."""
         return self._kind.is_of_a_correction
 
     @property
     def tokens(self) -> str:
-        """The loss term whose tokens it is over."""
+        """The loss term whose tokens it uses."""
         return self.on or self.name
 
     @property
     def flag(self) -> str:
-        """What asks for it."""
+        """The flag that asks for it."""
         return SHORTHANDS.get(self.name) or f"--pg-term {self.name}:{self.kind}"
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Fields that every sample with a token of it must have."""
-        if self.reads_topk:
-            return ("teacher_topk",)
-        if self.reads_hidden:
-            return ("teacher_hidden",)
+        """Fields that every sample with a token of this loss term must have."""
+        if self.payload is not None:
+            return (self.payload,)
         against = self._kind.against
         is_weighted = self.estimator is not None and KL_ESTIMATORS[self.estimator].is_weighted
         return (() if against is None else (against,)) + (("old_logprobs",) if is_weighted else ())
 
     def resolved(self, aggregation: str, divisor: float | None, tail_floor: float = TAIL_FLOOR) -> "LossTerm":
-        """With the objective's aggregation and divisor, and the kind's estimator and mixture, where none were given."""
+        """Fill in missing options: aggregation and divisor of the objective, estimator and mixture of the kind."""
         kind = self._kind
         mixture = kind.mixture.default if self.mixture is None and kind.mixture else self.mixture
-        found = dataclasses.replace(
+        complete = dataclasses.replace(
             self,
             estimator=self.estimator or kind.estimator,
             mixture=mixture,
             tail_floor=tail_floor if kind.reads_topk and kind.has_tail else None,
         )
-        return found if found.aggregation else dataclasses.replace(found, aggregation=aggregation, divisor=divisor)
+        if complete.aggregation:
+            return complete
+        return dataclasses.replace(complete, aggregation=aggregation, divisor=divisor)
 
 
 OBJECTIVE = LossTerm(name=_RL, kind=_RL, aggregation=AS_POLICY)  # the first loss term, unless it is dropped

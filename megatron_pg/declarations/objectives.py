@@ -3,45 +3,48 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
-from megatron_pg.declarations.declaration import ABOVE_ONE, ABOVE_ZERO, Number, Numbers, Reads, load
+from megatron_pg.declarations.declaration import ABOVE_ONE, ABOVE_ZERO, Number, Numbers, Reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveDeclaration:
-    """An objective: how it reads, its numbers, and the function that computes it."""
+    """An objective NAME, an entry of `OBJECTIVES`: formula, numbers and kind. Its functions are found by its name.
+
+    The module `megatron_pg.objectives.NAME` has `NAME(tokens, parameters) -> [T]`, and may have `outside` (to [T] bool
+    each: above and below its bounds) and `averaged` (to [T], whose averages over whole sequences the loss reads). The
+    Triton module `megatron_pg.kernels.triton.token_kernels` has `NAME`, and `NAME_averaged` where there is `averaged`.
+    """
 
     formula: str
     numbers: Reads = field(default_factory=dict)
     bounds: Mapping[str, str] = field(
         default_factory=dict
     )  # what its numbers come to: rows of the banner, to be formatted
-    advice: Callable[[Numbers], str | None] = lambda numbers: None  # what numbers do that work and can hardly be meant
+    advice: Callable[[Numbers], str | None] = lambda numbers: None  # on legal numbers that are probably wrong
     published_with: str | None = None  # the aggregation that it is published with, where it matters
     reads_sequences: bool = False  # a token's loss depends on its whole sequence
     has_one_loss_per_sequence: bool = False  # so that its tokens must have one weight
     has_one_advantage_per_sequence: bool = False
-    loss: str  # `package.module:function` from Tokens and Parameters to [T]
-    outside: str | None = None  # to [T] bool each, above and below its bounds; None: it has none
-    averaged: str | None = None  # to [T], whose averages over whole sequences the loss reads; None: it reads none
-    row: str | None = None  # the Triton function by which kernels compute it; None: they end in torch
-    averaged_row: str | None = None  # and the one of `averaged`
+    module: str = ""  # of its functions; empty: megatron_pg.objectives.NAME
+    no_token_kernel: str = ""  # why kernels do not compute it; empty: they do, by `token_kernels.NAME`
 
     def bound_rows(self, numbers: Numbers) -> list[tuple[str, str]]:
         """Rows of the banner, from its numbers by name; `lower` and `upper` are the clip bounds."""
         clip = {"lower": 1 - numbers.get("clip_eps_low", 0.0), "upper": 1 + numbers.get("clip_eps_high", 0.0)}
         return [(name, text.format(**numbers, **clip)) for name, text in self.bounds.items()]
 
-    def row_numbers(self, numbers: Numbers) -> tuple[float, ...]:
-        """What its row reads: its numbers in order, but bounds of the ratio in place of their distances from 1."""
+    def token_kernel_numbers(self, numbers: Numbers) -> tuple[float, ...]:
+        """The numbers of its token kernel: its own in order, with bounds of the ratio for their distances from 1."""
         sides = {CLIP_EPS_LOW: -1.0, CLIP_EPS_HIGH: 1.0}
         return tuple(1.0 + sides[n] * numbers[n.name] if n in sides else numbers[n.name] for n in self.numbers)
 
-    def load(self) -> tuple[Callable, Callable | None, Callable | None]:
-        """The loss, what says which tokens are outside of its bounds, and what it averages over sequences."""
-        outside, averaged = (None if path is None else load(path) for path in (self.outside, self.averaged))
-        return load(self.loss), outside, averaged
+    def load(self, name: str) -> tuple[Callable, Callable | None, Callable | None]:
+        """The functions `name`, `outside` and `averaged` of its module; None where the module has none."""
+        module = import_module(self.module or f"megatron_pg.objectives.{name}")
+        return getattr(module, name), getattr(module, "outside", None), getattr(module, "averaged", None)
 
 
 CLIP_EPS_LOW = Number(
@@ -58,8 +61,8 @@ CLIP_EPS_HIGH = Number(
     low=0.0,
     high=math.inf,
     requirement="finite and >= 0",
-    help="Upper clip bound of the probability ratio is 1 + EPS; EPS >= 0. Default 0.2 (DAPO clip-higher: 0.28; gspo and gspo_token: "
-    "4e-4).",
+    help="Upper clip bound of the probability ratio is 1 + EPS; EPS >= 0. Default 0.2 (DAPO clip-higher: 0.28; gspo "
+    "and gspo_token: 4e-4).",
     metavar="EPS",
 )
 
@@ -72,8 +75,8 @@ def _above(name: str, low: float, text: str) -> Number:
 DUAL_CLIP = _above(
     "dual_clip",
     ABOVE_ONE,
-    "c of --pg-objective dual_clip: cap of r where A < 0. With dppo_tv and dppo_kl: cap of the weight r whatever the sign of A; "
-    "default: none.",
+    "c of --pg-objective dual_clip: cap of r where A < 0. With dppo_tv and dppo_kl: cap of the weight r for either "
+    "sign of A; default: none.",
 )
 CISPO_CAP = Number(
     name="cispo_cap",
@@ -125,7 +128,8 @@ _PRODUCT = "W = Π r over the sequence"
 
 def _trust_region(unit: str) -> dict[str, str]:
     return {
-        "trust region": f"{{dppo_delta_high:g}} where A > 0, {{dppo_delta_low:g}} where A < 0, {unit}  (--pg-dppo-delta-high/-low)",
+        "trust region": f"{{dppo_delta_high:g}} where A > 0, {{dppo_delta_low:g}} where A < 0, {unit}  "
+        "(--pg-dppo-delta-high/-low)",
         "cap": "c = {dual_clip:g}, whatever the sign of A  (--pg-dual-clip)",
     }
 
@@ -144,118 +148,75 @@ def _wide_eps_message(numbers: Numbers) -> str | None:
     )
 
 
-def _gspo(name: str, **rest: Any) -> ObjectiveDeclaration:
+def _gspo(**rest: Any) -> ObjectiveDeclaration:
     """What the two objectives of sequence ratios share."""
     return ObjectiveDeclaration(
         numbers={CLIP_EPS_LOW: 3e-4, CLIP_EPS_HIGH: 4e-4},
         advice=_wide_eps_message,
         published_with="sample_mean",
         reads_sequences=True,
-        loss=f"megatron_pg.objectives.{name}:{name}",
-        outside="megatron_pg.objectives.gspo:outside",
-        row=f"megatron_pg.kernels.triton.rows:{name}",
         **rest,
     )
 
 
-_GRPO_OUTSIDE = "megatron_pg.objectives.grpo:outside"
 OBJECTIVES = {
     "grpo": ObjectiveDeclaration(
-        formula=f"ℓ = -min(r·A, clip(r)·A), {_R}",
-        numbers=_CLIP,
-        bounds={"clip": _clipped("r")},
-        loss="megatron_pg.objectives.grpo:grpo",
-        outside=_GRPO_OUTSIDE,
-        row="megatron_pg.kernels.triton.rows:grpo",
+        formula=f"ℓ = -min(r·A, clip(r)·A), {_R}", numbers=_CLIP, bounds={"clip": _clipped("r")}
     ),
     "dual_clip": ObjectiveDeclaration(
         formula=f"ℓ = -min(r·A, clip(r)·A), and min(that, -c·A) where A < 0, {_R}",
         numbers={**_CLIP, DUAL_CLIP: None},
         bounds={"clip": _clipped("r"), "dual clip": "c = {dual_clip:g}  (--pg-dual-clip)"},
-        loss="megatron_pg.objectives.dual_clip:dual_clip",
-        outside=_GRPO_OUTSIDE,
-        row="megatron_pg.kernels.triton.rows:capped",
     ),
     "gspo": _gspo(
-        "gspo",
         formula=f"ℓ = -min(R·Ā, clip(R)·Ā), {_SEQUENCE_R}, Ā = mean of A",
         bounds={"clip": _clipped("R")},
         has_one_loss_per_sequence=True,
     ),
     "gspo_token": _gspo(
-        "gspo_token",
-        formula=f"ℓ = -min(s·A, clip(s)·A), s = sg[R]·π/sg[π], {_SEQUENCE_R}",
-        bounds={"clip": _clipped("s")},
+        formula=f"ℓ = -min(s·A, clip(s)·A), s = sg[R]·π/sg[π], {_SEQUENCE_R}", bounds={"clip": _clipped("s")}
     ),
     "cispo": ObjectiveDeclaration(
         formula=f"ℓ = -sg[min(max(r, lo), cap)]·A·log π, {_R}",
         numbers={CLIP_EPS_LOW: 1.0, CISPO_CAP: None},
         bounds={"clip": "weight in [{lower:g}, {cispo_cap:g}]  (--pg-clip-eps-low, --pg-cispo-cap, which is absolute)"},
-        loss="megatron_pg.objectives.cispo:cispo",
-        outside="megatron_pg.objectives.cispo:outside",
-        row="megatron_pg.kernels.triton.rows:cispo",
     ),
     "sapo": ObjectiveDeclaration(
         formula=f"ℓ = -(4/τ)·σ(τ(r - 1))·A, {_R}",
         numbers={SAPO_TAU_POS: 1.0, SAPO_TAU_NEG: 1.05},
         bounds={"tau": "{sapo_tau_pos:g} where A > 0, else {sapo_tau_neg:g}  (--pg-sapo-tau-pos/-neg)"},
-        loss="megatron_pg.objectives.sapo:sapo",
-        row="megatron_pg.kernels.triton.rows:sapo",
     ),
     "dppo_tv": ObjectiveDeclaration(
         formula=f"ℓ = -sg[min(r, c)]·A·log π where |π - π_old| is inside the trust region, {_R}",
         numbers=_DPPO,
         bounds=_trust_region("probability"),
-        loss="megatron_pg.objectives.dppo:dppo_tv",
-        outside="megatron_pg.objectives.dppo:outside_tv",
-        row="megatron_pg.kernels.triton.rows:dppo_tv",
     ),
     "dppo_kl": ObjectiveDeclaration(
         formula=f"ℓ = -sg[min(r, c)]·A·log π where KL of the token is inside the trust region, {_R}",
         numbers=_DPPO,
         bounds=_trust_region("nats"),
-        loss="megatron_pg.objectives.dppo:dppo_kl",
-        outside="megatron_pg.objectives.dppo:outside_kl",
-        row="megatron_pg.kernels.triton.rows:dppo_kl",
     ),
-    "reinforce": ObjectiveDeclaration(
-        formula="ℓ = -A·log π",
-        loss="megatron_pg.objectives.reinforce:reinforce",
-        row="megatron_pg.kernels.triton.rows:reinforce",
-    ),
-    "reinforce_is": ObjectiveDeclaration(
-        formula=f"ℓ = -r·A, {_R}",
-        loss="megatron_pg.objectives.reinforce:reinforce_is",
-        row="megatron_pg.kernels.triton.rows:reinforce_is",
-    ),
+    "reinforce": ObjectiveDeclaration(formula="ℓ = -A·log π"),
+    "reinforce_is": ObjectiveDeclaration(module="megatron_pg.objectives.reinforce", formula=f"ℓ = -r·A, {_R}"),
     "dro": ObjectiveDeclaration(
         formula=f"ℓ = -A·log π + (β/2)·(log r)², {_R}",
         numbers={DRO_BETA: None},
         bounds={"pull": "β = {dro_beta:g}  (--pg-dro-beta)"},
-        loss="megatron_pg.objectives.dro:dro",
-        row="megatron_pg.kernels.triton.rows:dro",
     ),
     "topr": ObjectiveDeclaration(
-        formula=f"ℓ = -sg[c]·A·log π, c = 1 where A >= 0, else min(W, 1), {_PRODUCT}, {_R}",
-        reads_sequences=True,
-        loss="megatron_pg.objectives.topr:topr",
-        row="megatron_pg.kernels.triton.rows:topr",
+        formula=f"ℓ = -sg[c]·A·log π, c = 1 where A >= 0, else min(W, 1), {_PRODUCT}, {_R}", reads_sequences=True
     ),
     "topr_token": ObjectiveDeclaration(
-        formula=f"ℓ = -sg[c]·A·log π, c = 1 where A >= 0, else min(r, 1), {_R}",
-        loss="megatron_pg.objectives.topr:topr_token",
-        row="megatron_pg.kernels.triton.rows:topr_token",
+        module="megatron_pg.objectives.topr", formula=f"ℓ = -sg[c]·A·log π, c = 1 where A >= 0, else min(r, 1), {_R}"
     ),
     "ipo": ObjectiveDeclaration(
         formula=f"ℓ = -r·A where π - π_old is inside the band, and everywhere + τ·(log r)², {_R}",
         numbers={IPO_DELTA_LOW: 0.2, IPO_DELTA_HIGH: 0.2, IPO_TAU: 1e-3},
         bounds={
-            "band": "π - π_old in [-{ipo_delta_low:g}, {ipo_delta_high:g}], whatever the sign of A  (--pg-ipo-delta-low/-high)",
+            "band": "π - π_old in [-{ipo_delta_low:g}, {ipo_delta_high:g}], whatever the sign of A  "
+            "(--pg-ipo-delta-low/-high)",
             "pull": "τ = {ipo_tau:g}  (--pg-ipo-tau)",
         },
-        loss="megatron_pg.objectives.ipo:ipo",
-        outside="megatron_pg.objectives.ipo:outside",
-        row="megatron_pg.kernels.triton.rows:ipo",
     ),
     "vespo": ObjectiveDeclaration(
         formula=f"ℓ = -sg[φ]·A·log π, φ = W^k·exp(λ(1 - W)), {_PRODUCT}, {_R}",
@@ -265,24 +226,18 @@ OBJECTIVES = {
             "(--pg-vespo-k-pos, --pg-vespo-lambda-pos, -neg)"
         },
         reads_sequences=True,
-        loss="megatron_pg.objectives.vespo:vespo",
-        row="megatron_pg.kernels.triton.rows:vespo",
     ),
     "gmpo": ObjectiveDeclaration(
         formula=f"ℓ = -G·A, G = exp(mean over the sequence of log r clipped towards A), {_R}",
         numbers={GMPO_EPS_LOW: 0.4, GMPO_EPS_HIGH: 0.4},
         bounds={
-            "clip": "log r <= {gmpo_eps_high:g} where A >= 0, >= -{gmpo_eps_low:g} where A < 0  (--pg-gmpo-eps-high/-low)"
+            "clip": "log r <= {gmpo_eps_high:g} where A >= 0, >= -{gmpo_eps_low:g} where A < 0  "
+            "(--pg-gmpo-eps-high/-low)"
         },
         published_with="sample_mean",
         reads_sequences=True,
         has_one_loss_per_sequence=True,
         has_one_advantage_per_sequence=True,
-        loss="megatron_pg.objectives.gmpo:gmpo",
-        outside="megatron_pg.objectives.gmpo:outside",
-        averaged="megatron_pg.objectives.gmpo:clipped",
-        row="megatron_pg.kernels.triton.rows:gmpo",
-        averaged_row="megatron_pg.kernels.triton.rows:gmpo_clipped",
     ),
 }
 ELSEWHERE = {

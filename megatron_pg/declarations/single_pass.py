@@ -1,4 +1,4 @@
-"""Where the single-pass kernel runs: the chip and the releases of Triton that its tests ran on, and what else may take it."""
+"""Where the single-pass kernel runs: the GPUs and the releases of Triton that its tests ran on, and others."""
 
 from dataclasses import dataclass
 

@@ -32,13 +32,15 @@ def add_aggregation_arguments(group: argparse._ArgumentGroup) -> None:
         "--loss-aggregation-divisor",
         type=float,
         metavar="L",
-        help="L of --loss-aggregation constant, in tokens: finite, > 0, no default. Dr. GRPO: the maximum response length.",
+        help="L of --loss-aggregation constant, in tokens: finite, > 0, no default. Dr. GRPO: the maximum response "
+        "length.",
     )
     group.add_argument(
         "--custom-pg-loss-reducer-function-path",
         metavar="PATH",
         help="package.module:function or package.module.function of a reducer "
-        f"fn({', '.join(REDUCER_PARAMETERS)}) -> Callable[[Tensor], Tensor]. It replaces --loss-aggregation for pg_loss.",
+        f"fn({', '.join(REDUCER_PARAMETERS)}) -> Callable[[Tensor], Tensor]. It replaces --loss-aggregation for "
+        "pg_loss.",
     )
 
 
@@ -65,8 +67,8 @@ def aggregation_violations(facts: Facts) -> Violations:
     if facts.per_token is True and facts.aggregation and not facts.aggregation.is_per_token:
         yield (
             "E11",
-            f"--calculate-per-token-loss is the older spelling of --loss-aggregation {STEP_MEANS[True]} and contradicts "
-            f"{facts.mode}; remove one",
+            f"--calculate-per-token-loss is the older spelling of --loss-aggregation {STEP_MEANS[True]} and "
+            f"contradicts {facts.mode}; remove one",
         )
     yield from _path("--custom-pg-loss-reducer-function-path", facts.reducer_path, REDUCER_PARAMETERS)
     yield from _path("--pg-custom-objective-path", facts.objective_path, OBJECTIVE_PARAMETERS)
@@ -88,8 +90,8 @@ def _divisor_rules(facts: Facts) -> Violations:
         if needs_one and facts.reducer_path is None:
             yield (
                 "E5",
-                f"--loss-aggregation {facts.mode} needs --loss-aggregation-divisor L > 0 (Dr. GRPO: the maximum context or response length, "
-                "all turns together); there is no default",
+                f"--loss-aggregation {facts.mode} needs --loss-aggregation-divisor L > 0 (Dr. GRPO: the maximum "
+                "context or response length, all turns together); there is no default",
             )
         return
     if isinstance(divisor, str):
@@ -103,13 +105,15 @@ def _divisor_rules(facts: Facts) -> Violations:
     if facts.reducer_path is not None:
         yield (
             "E10",
-            "--loss-aggregation-divisor has no effect with --custom-pg-loss-reducer-function-path (the reducer owns its denominator); remove one",
+            "--loss-aggregation-divisor has no effect with --custom-pg-loss-reducer-function-path (the reducer owns "
+            "its denominator); remove one",
         )
     elif facts.aggregation is not None and not needs_one:
         with_divisor = next(name for name, each in AGGREGATIONS.items() if each.takes_divisor)
         yield (
             "E9",
-            f"--loss-aggregation-divisor has no effect with --loss-aggregation {facts.mode}; remove it or choose {with_divisor}",
+            f"--loss-aggregation-divisor has no effect with --loss-aggregation {facts.mode}; remove it or choose "
+            f"{with_divisor}",
         )
 
 
@@ -139,7 +143,8 @@ def aggregation_warnings(facts: Facts) -> list[str]:
     messages = []
     if facts.is_mode_given:
         messages.append(
-            f"--custom-pg-loss-reducer-function-path takes precedence: --loss-aggregation {facts.mode} does not shape pg_loss"
+            f"--custom-pg-loss-reducer-function-path takes precedence: --loss-aggregation {facts.mode} does not shape "
+            "pg_loss"
         )
     unit = "1/T" if facts.is_per_token else "1/N_r"
     file, digest = source_of(load_function(facts.reducer_path, REDUCER_PARAMETERS))

@@ -1,4 +1,4 @@
-"""What the arguments mean, in words and formulas: the startup banner. Needs no torch."""
+"""The startup banner: the meaning of the arguments in words and formulas. Needs no torch."""
 
 import argparse
 import shlex
@@ -34,7 +34,7 @@ def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
         ("layout", _layout(args)),
         *_head_rows(args),
         ("kernel", f"{args.pg_kernel or 'triton on CUDA, torch elsewhere'}  (--pg-kernel)"),
-        ("metrics", f"{args.pg_metrics}, means over documents whatever the aggregation  (--pg-metrics)"),
+        ("metrics", f"{args.pg_metrics}, means over documents for every aggregation  (--pg-metrics)"),
     ]
 
 
@@ -110,8 +110,8 @@ def _term_rows(facts: Facts) -> list[tuple[str, str]]:
             if args.pg_mtp_aggregation == "token_mean"
             else "those of pg_loss, of its tokens"
         )
-        text = f"+ {factor}/{depths} Σ_d Σ v·ce_d, v = {weights}  (--mtp-num-layers, --pg-mtp-aggregation {args.pg_mtp_aggregation})"
-        rows.append(("MTP", text))
+        flags = f"--mtp-num-layers, --pg-mtp-aggregation {args.pg_mtp_aggregation}"
+        rows.append(("MTP", f"+ {factor}/{depths} Σ_d Σ v·ce_d, v = {weights}  ({flags})"))
     if args.pg_grad_divisor != 1:
         divisor = f"{args.pg_grad_divisor:.12g}"
         same = f"with Adam the same without it: --clip-grad and --adam-eps times {divisor}"
@@ -123,7 +123,7 @@ def _term_row(term: LossTerm) -> tuple[str, str]:
     """A loss term as a summand, and what its denominators count."""
     by = f" by {term.estimator}" if term.estimator else ""
     weights = "with v = the weights of pg_loss"
-    if term.aggregation != AS_POLICY:
+    if term.aggregation and term.aggregation != AS_POLICY:
         denominator = AGGREGATIONS[term.aggregation].denominator
         weights = (
             f"counted alone: v = 1/δ, δ = {denominator.format(counted='', tokens='trained', divisor=term.divisor)}"
@@ -142,12 +142,12 @@ def _loss(term: LossTerm) -> str:
     number = f", {letters[kind.mixture.option]} = {term.mixture:g}" if kind.mixture else ""
     if kind.whole_form:
         return f"{kind.formula}{number}, over the whole vocabulary"
-    tail = f" and all others as one, which it gives at least {term.tail_floor:g}" if kind.has_tail else ""
-    return f"{kind.formula}{number}, over the teacher's likeliest tokens{tail}"
+    tail = f" and all others as one, of probability at least {term.tail_floor:g}" if kind.has_tail else ""
+    return f"{kind.formula}{number}, over the teacher's top-k tokens{tail}"
 
 
 def _auxiliary_weights(args: argparse.Namespace) -> str:
-    """The weights of the KL and entropy terms, which no correction touches."""
+    """The weights of the KL and entropy terms, which no correction changes."""
     if args.pg_aux_aggregation == "policy":
         return "the weights of pg_loss"
     step_mean = STEP_MEANS[vars(args).get("calculate_per_token_loss", False)]
@@ -209,7 +209,6 @@ def _contract(args: argparse.Namespace) -> str:
 
 
 def _layout(args: argparse.Namespace) -> str:
-    found = vars(args)
     kinds = {"D": "data", "C": "context", "TP": "tensor_model", "PP": "pipeline_model"}
-    sizes = {name: found.get(f"{kind}_parallel_size") for name, kind in kinds.items()}
+    sizes = {name: vars(args).get(f"{kind}_parallel_size") for name, kind in kinds.items()}
     return " ".join(f"{name}={size}" for name, size in sizes.items() if size is not None) or "not known yet"

@@ -1,4 +1,4 @@
-"""What of Megatron's own settings cannot go with the policy-gradient loss, and what follows from it. Needs no torch."""
+"""Megatron's settings that cannot be combined with the policy-gradient loss. Needs no torch."""
 
 from collections.abc import Callable
 
@@ -20,20 +20,19 @@ def _takes_documents(facts: Facts) -> bool:
 
 
 _RANKS = (
-    "E12 {flag} takes samples from Megatron's own data loader (--dataloader-type single) and distributes them itself, so packed "
-    "micro-batches cannot reach it; remove it (--context-parallel-size alone works, and dynamic_cp gives micro-batches ranks of their own)"
+    "E12 {flag} takes samples from Megatron's own data loader (--dataloader-type single) and distributes them itself, "
+    "so it cannot use packed micro-batches; remove it (use --context-parallel-size alone, or dynamic_cp, which runs "
+    "each micro-batch on its own ranks)"
 )
 
 
 def _leaves_unreduced(facts: Facts) -> bool:
-    strategy = facts.megatron(
-        "data_parallel_sharding_strategy"
-    )  # not given: the default, which is no_shard in 0.16 and 0.17
+    strategy = facts.megatron("data_parallel_sharding_strategy")  # None: no_shard, the default of 0.16 and 0.17
     return strategy == "no_shard" or (strategy is None and core_version() < (0, 18))
 
 
 def _is_sharded(facts: Facts, name: str) -> bool:
-    """Whether Megatron-FSDP meets more than one of something."""
+    """Whether Megatron-FSDP runs with a size above 1."""
     given = facts.megatron(name)
     return bool(facts.megatron("use_megatron_fsdp")) and isinstance(given, int) and given > 1
 
@@ -44,10 +43,13 @@ def _scales_experts_again(facts: Facts) -> bool:
 
 
 _BATCHES = "E30 {flag} reads its own kind of batches and cannot be combined with megatron_pg; remove it"
-_LOGITS = "E54 {flag} %s, which --pg-fused-head never makes; remove one"
-_SCALE = "E55 {flag} brings a loss scale that is not known when --pg-fused-head makes the gradient; use --pg-fused-head recompute"
+_LOGITS = "E54 {flag} %s, which --pg-fused-head never computes; remove one"
+_SCALE = (
+    "E55 {flag} uses a loss scale that is not known when --pg-fused-head computes the gradient; use --pg-fused-head "
+    "recompute"
+)
 _STEPS = "E62 {flag} %s, and with --docs-per-step every step has its own number of micro-batches; remove it"
-# Where the condition holds, these may not be on: Megatron's argument, and the rule and its message.
+# Megatron's arguments that are refused where the condition is true, each with its rule and message.
 REFUSED: tuple[tuple[Callable[[Facts], bool], dict[str, str]], ...] = (
     (
         lambda facts: True,
@@ -62,36 +64,37 @@ REFUSED: tuple[tuple[Callable[[Facts], bool], dict[str, str]], ...] = (
     (
         lambda facts: core_version() < RUNS_FSDP2,
         {
-            "use_torch_fsdp2": "E19 {flag} ends in a TypeError in finalize_model_grads of megatron-core before 0.19.2; use 0.19.2, or "
-            "--use-megatron-fsdp"
+            "use_torch_fsdp2": "E19 {flag} raises a TypeError in finalize_model_grads of megatron-core before 0.19.2; "
+            "use 0.19.2, or --use-megatron-fsdp"
         },
     ),
     (
         lambda facts: facts.args.pg_fused_head is not None,
         {
-            "use_torch_fsdp2": "E19 {flag} frees the output layer's weight behind its forward, and --pg-fused-head reads it later; use "
-            "--fp32-lm-head, or --use-megatron-fsdp"
+            "use_torch_fsdp2": "E19 {flag} frees the output layer's weight after its forward, and --pg-fused-head "
+            "reads it later; use --fp32-lm-head, or --use-megatron-fsdp"
         },
     ),
     (
         lambda facts: bool(facts.megatron("num_experts")) and (facts.is_per_token or facts.per_token is True),
         {
-            "use_torch_fsdp2": "E19 {flag} averages gradients and divides them by no count, so under token_mean the router's losses would "
-            "be too large by the positions; use --use-megatron-fsdp, or another aggregation"
+            "use_torch_fsdp2": "E19 {flag} averages gradients without dividing by the number of positions, so under "
+            "token_mean the router's losses would be too large; use --use-megatron-fsdp, or another aggregation"
         },
     ),
     (
         lambda facts: facts.args.pg_fused_head is not None and core_version() < FUSES_UNDER_FSDP,
         {
-            "use_megatron_fsdp": "E19 {flag} loses gradients under --pg-fused-head in megatron-core before 0.19.2; use 0.19.2, or "
-            "--fp32-lm-head"
+            "use_megatron_fsdp": "E19 {flag} loses gradients under --pg-fused-head in megatron-core before 0.19.2; use "
+            "0.19.2, or --fp32-lm-head"
         },
     ),
     (
         lambda facts: core_version() < REDUCES_UNSHARDED and _leaves_unreduced(facts),
         {
-            "use_megatron_fsdp": "E19 {flag} with --data-parallel-sharding-strategy no_shard, the default of 0.16 and 0.17, does not reduce "
-            "gradients over ranks in megatron-core before 0.18.2; use --data-parallel-sharding-strategy optim_grads_params"
+            "use_megatron_fsdp": "E19 {flag} with --data-parallel-sharding-strategy no_shard, the default of 0.16 and "
+            "0.17, does not reduce gradients over ranks in megatron-core before 0.18.2; use "
+            "--data-parallel-sharding-strategy optim_grads_params"
         },
     ),
     (
@@ -109,14 +112,16 @@ REFUSED: tuple[tuple[Callable[[Facts], bool], dict[str, str]], ...] = (
     (
         lambda facts: _is_sharded(facts, "pipeline_model_parallel_size"),
         {
-            "pipeline_model_parallel_size": "E19 {flag} {value} ends in an error where --use-megatron-fsdp makes its groups of ranks; remove one"
+            "pipeline_model_parallel_size": "E19 {flag} {value} raises an error when --use-megatron-fsdp creates its "
+            "process groups; remove one"
         },
     ),
     (
         lambda facts: _is_sharded(facts, "expert_model_parallel_size") and _scales_experts_again(facts),
         {
-            "expert_model_parallel_size": "E19 {flag} {value} with --use-megatron-fsdp divides experts' gradients by the ranks once more with "
-            "every micro-batch; use token_mean, --data-parallel-sharding-strategy optim, or no expert parallelism"
+            "expert_model_parallel_size": "E19 {flag} {value} with --use-megatron-fsdp divides experts' gradients by "
+            "the number of ranks again with every micro-batch; use token_mean, --data-parallel-sharding-strategy "
+            "optim, or no expert parallelism"
         },
     ),
     (
@@ -126,11 +131,12 @@ REFUSED: tuple[tuple[Callable[[Facts], bool], dict[str, str]], ...] = (
     (
         lambda facts: bool(facts.args.fp32_lm_head or facts.args.pg_fused_head),
         {
-            "defer_embedding_wgrad_compute": "E53 {flag} computes the output layer's weight gradient later, and the float32 head "
-            "computes it at once; remove one",
-            "fp8_output_proj": "E53 {flag} makes the output layer one of Transformer Engine, into which the float32 head cannot be put; "
-            "remove one",
-            "output_logit_dtype": "E53 {flag} {value} is Megatron's own way to the same logits; remove it or ours",
+            "defer_embedding_wgrad_compute": "E53 {flag} delays the output layer's weight gradient, which the float32 "
+            "head computes at once; remove one",
+            "fp8_output_proj": "E53 {flag} replaces the output layer with one of Transformer Engine, which has no "
+            "float32 head; remove one",
+            "output_logit_dtype": "E53 {flag} {value} also changes the precision of the logits; remove it, or the "
+            "float32 head",
         },
     ),
     (
@@ -162,26 +168,27 @@ def compatibility_violations(facts: Facts) -> Violations:
     if loader != "external":
         yield (
             "E29",
-            f"--dataloader-type {loader} would wrap the iterator of packed micro-batches in a data loader; use --dataloader-type "
-            "external",
+            f"--dataloader-type {loader} wraps the iterator of packed micro-batches in a data loader; use "
+            "--dataloader-type external",
         )
     graph = [facts.megatron(name) for name in ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules")]
     if any(name in ("full_iteration", "CudaGraphScope.full_iteration") for name in _flatten(graph)):
-        yield "E20", "--cuda-graph-impl full_iteration freezes the step's normaliser; capture layers instead"
+        yield "E20", "--cuda-graph-impl full_iteration freezes the step's denominators; capture layers instead"
     recomputes_mtp = facts.megatron("mtp_num_layers") and facts.megatron("recompute_granularity") == "full"
     if recomputes_mtp and (0, 18) <= core_version() < (0, 19, 2):
         yield (
             "E21",
-            "--recompute-granularity full with --mtp-num-layers ends in a TypeError inside megatron-core 0.18 to 0.19.1; use 0.19.2, "
-            "--recompute-granularity selective, or no multi-token prediction",
+            "--recompute-granularity full with --mtp-num-layers raises a TypeError inside megatron-core 0.18 to "
+            "0.19.1; use 0.19.2, --recompute-granularity selective, or no multi-token prediction",
         )
     if (facts.megatron("gtp_weight_remat_size", 1) or 1) > 1:
         yield "E28", "--tensor-parallel-num-weight-shards > 1 is not verified for --loss-aggregation; remove it"
     if _captures_router(facts) and _needs_router_scale(facts):
         yield (
             "E65",
-            "--cuda-graph-impl transformer_engine captures the router with the coefficients of its losses, which this megatron-core (before "
-            "0.19) needs multiplied in every step under token_mean; leave moe out of --cuda-graph-scope, or take 0.19",
+            "--cuda-graph-impl transformer_engine captures the router with the coefficients of its losses, which "
+            "change with every step under token_mean in megatron-core before 0.19; leave moe out of "
+            "--cuda-graph-scope, or use 0.19",
         )
 
 
@@ -195,17 +202,19 @@ def compatibility_warnings(facts: Facts) -> list[str]:
     messages = []
     if facts.megatron("eval_iters") is not None and facts.megatron("eval_interval") is None:
         messages.append(
-            "--eval-iters without --eval-interval: Megatron's pretrain() divides by the interval when it asks for the data, and ends with a "
-            "TypeError; give one, with --eval-iters 0 too"
+            "--eval-iters without --eval-interval: Megatron's pretrain() divides by the interval when it builds the "
+            "data, and raises a TypeError; give an interval, also with --eval-iters 0"
         )
     if facts.is_per_token and facts.megatron("fp16", False) and facts.megatron("num_experts"):
         messages.append(
-            "--fp16: with --num-experts gradients hold a sum over all positions of the step until finalize; the loss scale must absorb it"
+            "--fp16: with --num-experts gradients are sums over all positions of the step until finalize; the loss "
+            "scale must absorb it"
         )
     if "global_aux_loss" in _balancing_losses(facts) and facts.megatron("data_parallel_size") != 1:
         messages.append(
-            "--moe-router-load-balancing-type global_aux_loss: Megatron divides its gradient by the number of data-parallel ranks, and it "
-            "depends on the order of the micro-batches; multiply its --moe-aux-loss-coeff by that number, or take aux_loss"
+            "--moe-router-load-balancing-type global_aux_loss: Megatron divides its gradient by the number of "
+            "data-parallel ranks, and it depends on the order of the micro-batches; multiply --moe-aux-loss-coeff by "
+            "that number, or use aux_loss"
         )
     return messages
 
@@ -221,7 +230,7 @@ def _captures_router(facts: Facts) -> bool:
 
 
 def _needs_router_scale(facts: Facts) -> bool:
-    """Whether the step has to multiply the coefficients of the router's losses (`megatron_pg.step.experts`)."""
+    """Whether the step multiplies the coefficients of the router's losses (`megatron_pg.step.experts`)."""
     if not (facts.is_per_token or facts.per_token is True) or core_version() >= SCALES_ROUTER_LOSSES:
         return False
     tp_size, cp_size = (facts.megatron(f"{kind}_parallel_size") or 1 for kind in ("tensor_model", "context"))
@@ -236,5 +245,5 @@ def _balancing_losses(facts: Facts) -> list[str]:
         return []
     kinds = _flatten([facts.megatron("moe_router_load_balancing_type", "aux_loss")])
     coefficients = _flatten([facts.megatron("moe_aux_loss_coeff")])
-    found = [kind for kind, value in zip(kinds, coefficients, strict=False) if value not in ("None", "0", "0.0")]
-    return [kind for kind in found if kind.endswith("aux_loss")]
+    weighted = [kind for kind, value in zip(kinds, coefficients, strict=False) if value not in ("None", "0", "0.0")]
+    return [kind for kind in weighted if kind.endswith("aux_loss")]

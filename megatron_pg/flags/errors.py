@@ -1,4 +1,4 @@
-"""What the rules raise and say."""
+"""Errors and warnings of the rules."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ class ArgumentError(ValueError):
         super().__init__(f"megatron_pg found {len(violations)} problem(s) in the arguments:\n{lines}")
 
     def __reduce__(self):
-        return type(self), (self.violations,)  # so that it survives the way between processes
+        return type(self), (self.violations,)  # for pickling between processes
 
 
 class ArgumentNotice(UserWarning):

@@ -1,4 +1,4 @@
-"""What the rules read, under the names of the decision table."""
+"""The arguments as the rules read them, with everything that is derived from them."""
 
 import argparse
 from functools import cached_property, partial
@@ -15,7 +15,7 @@ from megatron_pg.flags.term_text import parse
 
 
 class Facts:
-    """The arguments, and what follows from them; they may break any rule."""
+    """The arguments and values derived from them, parsed once; they may violate any rule."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -34,23 +34,23 @@ class Facts:
 
     @property
     def aggregation(self) -> AggregationDeclaration | None:
-        """What the mode is; None where it is unknown."""
+        """The declaration of the aggregation; None if the name is unknown."""
         return AGGREGATIONS.get(self.mode) if isinstance(self.mode, str) else None
 
     @property
     def is_per_token(self) -> bool:
-        """Whether the aggregation in force is what the per-token flag asks for."""
+        """Whether the effective aggregation is that of the per-token flag."""
         return self.aggregation is not None and self.aggregation.is_per_token
 
     @property
     def objective(self) -> ObjectiveDeclaration | None:
-        """The objective; None where it is the user's own, or unknown."""
+        """The declaration of the objective; None if it is custom or unknown."""
         name = self.args.pg_objective
         return OBJECTIVES.get(name) if self.objective_path is None and isinstance(name, str) else None
 
     @property
     def correction(self) -> CorrectionDeclaration | None:
-        """The correction; None where it is unknown."""
+        """The declaration of the correction; None if the name is unknown."""
         name = self.args.pg_correction
         return CORRECTIONS.get(name) if isinstance(name, str) else None
 
@@ -61,12 +61,12 @@ class Facts:
 
     @property
     def wrong_terms(self) -> list[tuple[object, ValueError]]:
-        """The texts of `--pg-term` that are no loss terms, and why (rule E71)."""
+        """The texts of `--pg-term` that are not valid loss terms, each with its error (rule E71)."""
         return [(text, term) for text, term in self._parsed if isinstance(term, ValueError)]
 
     @property
     def given_terms(self) -> list[LossTerm]:
-        """The loss terms of `--pg-term` as they were given; the wrong texts are left out."""
+        """The loss terms of `--pg-term` as given, without the invalid texts."""
         return [term for _, term in self._parsed if isinstance(term, LossTerm)]
 
     @property
@@ -94,23 +94,23 @@ class Facts:
 
     @property
     def further(self) -> tuple[LossTerm, ...]:
-        """The loss terms in addition to the objective, complete, each with a weight > 0; those with their own flags first."""
+        """The loss terms in addition to the objective with a weight > 0; those with their own flags first."""
         args, step_mean = self.args, STEP_MEANS[self.per_token]
         make = partial(
             LossTerm, on=OBJECTIVE.name, aggregation=AS_POLICY if args.pg_aux_aggregation == "policy" else step_mean
         )
-        of_policy = (self.mode, self.divisor) if self.reducer_path is None else (step_mean, None)
+        aggregation, divisor = (self.mode, self.divisor) if self.reducer_path is None else (step_mean, None)
         floor = TAIL_FLOOR if args.pg_teacher_tail_floor is None else args.pg_teacher_tail_floor
         terms = [
             make(name="kl", kind="kl", weight=args.pg_kl_coef, estimator=args.pg_kl_estimator),
             make(name="entropy", kind="entropy", weight=args.pg_entropy_coef),
             *([self._penalty()] if args.pg_correction == PENALTY else []),
-            *(term.resolved(*of_policy, floor) for term in self.given_terms if term.name != OBJECTIVE.name),
+            *(term.resolved(aggregation, divisor, floor) for term in self.given_terms if term.name != OBJECTIVE.name),
         ]
         return tuple(term for term in terms if term.weight)
 
     def _penalty(self) -> LossTerm:
-        """The further loss of the tokens that the correction chooses, with the objective's weights."""
+        """The penalty on the tokens that the correction selects, with the weights of the objective."""
         weight = self.correction_numbers[CORRECTION_COEF.name]
         return LossTerm(
             name=PENALTY, kind=PENALTY, weight=weight, on=OBJECTIVE.name, aggregation=AS_POLICY, estimator="abs"

@@ -14,36 +14,37 @@ def add_head_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--fp32-lm-head",
         action="store_true",
-        help="Logits in float32 from bfloat16 hidden states and weights, so that log-probabilities are as exact as a "
-        "float32 sampler's. The logits are stored whole.",
+        help="Compute logits in float32 from bfloat16 hidden states and weights, so that log-probabilities are as "
+        "exact as those of a float32 sampler. All logits are stored.",
     )
     group.add_argument(
         "--pg-fused-head",
         nargs="?",
         const="forward",
         choices=HEAD_MODES,
-        help="The same precision, from the last hidden states to the loss in chunks of tokens; the logits are never stored. "
-        "forward (the default without a value): the gradient is made with the loss; recompute: the logits are made again in "
-        "the backward, for a loss scale and for losses that read whole sequences; scaled_exp: as forward, faster and with less memory, at "
-        "1.4 times the weight gradient's rounding error, for losses without entropies on compute capability 9.0.",
+        help="Compute the loss from the last hidden states in chunks of tokens, with float32 logits that are never "
+        "stored. forward (default if no value is given): the gradient is computed together with the loss. recompute: "
+        "the logits are computed again in the backward, for loss scaling and for sequence-level losses. scaled_exp: as "
+        "forward, faster and with less memory, with 1.4 times the rounding error of the weight gradient, for losses "
+        "without entropies on compute capability 9.0.",
     )
     group.add_argument(
         "--fp32-lm-head-backward",
         choices=HEAD_BACKWARDS,
-        help="Gradient of the logits in the products of the backward. bf16 (default): rounded, as in Megatron; split: "
-        "two bfloat16 parts, a weight gradient exact to 1e-5, for twice the products.",
+        help="Precision of the logits' gradient in the backward GEMMs. bf16 (default): rounded, as in Megatron. split: "
+        "two bfloat16 parts, which give a weight gradient exact to 1e-5 at twice the cost of the GEMMs.",
     )
     group.add_argument(
         "--pg-vocab-size",
         type=int,
         metavar="V",
-        help="Columns of the logits that the rollout engine has; those at or beyond V are padding and take no "
+        help="Vocabulary size of the rollout engine. Columns of the logits from V on are padding and get no "
         "probability. Default: all columns of Megatron's padded vocabulary.",
     )
 
 
 def head_violations(facts: Facts) -> Violations:
-    """Rules E50 to E52, E55 where the loss reads whole sequences, and E56."""
+    """Rules E50 to E52, E55 for sequence-level losses, and E56."""
     args = facts.args
     yield from _choice_rules(args)
     yield from _vocabulary_rules(args, facts.megatron("padded_vocab_size"))
@@ -51,7 +52,8 @@ def head_violations(facts: Facts) -> Violations:
     if backward is not None and not (args.fp32_lm_head or args.pg_fused_head):
         yield (
             "E51",
-            f"--fp32-lm-head-backward {backward} has no effect without --fp32-lm-head or --pg-fused-head; add one or remove it",
+            f"--fp32-lm-head-backward {backward} has no effect without --fp32-lm-head or --pg-fused-head; add one or "
+            "remove it",
         )
     if args.pg_fused_head in AT_ONCE:
         for reader in _sequence_readers(facts):
@@ -60,12 +62,13 @@ def head_violations(facts: Facts) -> Violations:
         for reader in _entropy_readers(facts):
             yield (
                 "E56",
-                f"--pg-fused-head scaled_exp keeps of a row what log-probabilities need, and {reader} reads more; use --pg-fused-head forward",
+                f"--pg-fused-head scaled_exp computes only log-probabilities, and {reader} needs more; use "
+                "--pg-fused-head forward",
             )
         if backward == "split":
             yield (
                 "E56",
-                "--pg-fused-head scaled_exp never has the gradient in float32 that --fp32-lm-head-backward split would be two parts of; use "
+                "--pg-fused-head scaled_exp has no float32 gradient for --fp32-lm-head-backward split; use "
                 "--pg-fused-head forward",
             )
 
@@ -90,16 +93,17 @@ def _vocabulary_rules(args: argparse.Namespace, padded: int | None) -> Violation
     elif padded is not None and size > padded:
         yield (
             "E52",
-            f"--pg-vocab-size {size} is more than the {padded} columns of the logits; give the rollout engine's",
+            f"--pg-vocab-size {size} is more than the {padded} columns of the logits; give the vocabulary size of the "
+            "rollout engine",
         )
 
 
 def recompute_violation(reader: str, mode: str) -> Violations:
-    """Rule E55, for the flag that reads whole sequences. What a user's own objective reads is known once it was tried."""
+    """Rule E55 for a flag with a sequence-level loss. A custom objective is tried at startup to find that out."""
     yield (
         "E55",
-        f"--pg-fused-head {mode} makes the gradient of a chunk before the next is read, and {reader} reads whole sequences; "
-        "use --pg-fused-head recompute",
+        f"--pg-fused-head {mode} computes the gradient of a chunk before the next chunk is read, and {reader} reads "
+        "whole sequences; use --pg-fused-head recompute",
     )
 
 
@@ -109,8 +113,8 @@ def _entropy_readers(facts: Facts) -> Iterator[str]:
         yield f"--pg-entropy-coef {facts.args.pg_entropy_coef}"
     if facts.args.pg_metrics == "with_entropy":
         yield "--pg-metrics with_entropy"
-    live = (term for term in facts.given_terms if term.weight)
-    yield from (s.flag for s in live if s.kind == "entropy" or s.reads_topk or s.reads_hidden)
+    weighted = (term for term in facts.given_terms if term.weight)
+    yield from (term.flag for term in weighted if term.kind == "entropy" or term.payload)
 
 
 def _sequence_readers(facts: Facts) -> Iterator[str]:
@@ -122,7 +126,7 @@ def _sequence_readers(facts: Facts) -> Iterator[str]:
 
 
 def head_warnings(facts: Facts) -> list[str]:
-    """W10, for arguments without violations: what changes nothing where everything is float32, as in a test on a CPU."""
+    """W10, for arguments without violations: flags without effect in a float32 run, for instance on a CPU."""
     if not is_float32(facts.megatron("params_dtype")):
         return []
     given = {
@@ -130,7 +134,8 @@ def head_warnings(facts: Facts) -> list[str]:
         "--fp32-lm-head-backward": facts.args.fp32_lm_head_backward is not None,
     }
     return [
-        f"{flag} has no effect here: without --bf16 and --fp16 hidden states, weights, logits and their gradients are float32 anyway"
+        f"{flag} has no effect here: without --bf16 and --fp16, hidden states, weights, logits and their gradients are "
+        "float32"
         for flag, is_given in given.items()
         if is_given
     ]

@@ -30,7 +30,7 @@ def split_import_path(path: Any) -> tuple[str, str]:
     """Module and attribute of `package.module:function` or `package.module.function`.
 
     Raises:
-        ImportPathError: `path` is no string of that form.
+        ImportPathError: `path` is not a string of that form.
     """
     match = _PATH.fullmatch(path) if isinstance(path, str) else None
     keywords = [] if match is None else [word for word in re.split("[.:]", path) if keyword.iskeyword(word)]
@@ -51,7 +51,7 @@ def load_function(path: str, parameters: tuple[str, ...]) -> Callable:
 
     Raises:
         ImportFailedError: the module or its attribute cannot be loaded.
-        ImportPathError: the path is malformed, or what is found is a class, a coroutine or generator function, not
+        ImportPathError: the path is malformed, or the attribute is a class, a coroutine or generator function, not
             callable, or does not accept that many positional arguments.
     """
     module_name, attribute = split_import_path(path)
@@ -65,7 +65,8 @@ def load_function(path: str, parameters: tuple[str, ...]) -> Callable:
         names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
         names = [*names[:10], "…"] if len(names) > 10 else names
         raise ImportFailedError(
-            f"cannot be imported: {module_name} has no attribute {attribute!r} (its functions: {', '.join(names) or 'none'})"
+            f"cannot be imported: {module_name} has no attribute {attribute!r} (its functions: "
+            f"{', '.join(names) or 'none'})"
         ) from None
     except Exception as error:  # a module's own __getattr__
         raise ImportFailedError(f"cannot be imported: {type(error).__name__}: {error}") from error

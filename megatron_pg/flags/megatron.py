@@ -1,7 +1,7 @@
-"""Megatron's arguments that this package reads: the one list of them.
+"""The list of Megatron's arguments that this package reads.
 
-A release may lack some; what is missing counts as off. The rules of `megatron_pg.args` read most of them and compare
-them between ranks; the rest gives `megatron-pg explain` the layout.
+A release may lack some of them; a missing argument is off. The rules of `megatron_pg.args` read most of them and
+compare them between ranks; the others give `megatron-pg explain` the layout.
 """
 
 import re
@@ -16,7 +16,7 @@ from typing import Any
 class MegatronArgument:
     """One of Megatron's arguments, under its attribute's name."""
 
-    keywords: Mapping[str, Any] | None  # what argparse is told; None where Megatron derives it and has no flag
+    keywords: Mapping[str, Any] | None  # for argparse; None where Megatron derives it and has no flag
     is_read_by_rules: bool = True
 
 
@@ -84,7 +84,7 @@ SCALES_ROUTER_LOSSES = (0, 19)  # the first release whose per-token contract kee
 
 
 def core_version() -> tuple[int, ...]:
-    """Megatron's release, (0, 17, 1): the imported one, or else the installed one; what has none is newer than all."""
+    """Megatron's release, (0, 17, 1): of the imported or else the installed package; without a version, the newest."""
     try:
         text = getattr(sys.modules.get("megatron.core"), "__version__", None) or metadata.version("megatron-core")
     except metadata.PackageNotFoundError:

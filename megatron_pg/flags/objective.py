@@ -1,7 +1,7 @@
-"""The flags of the loss terms: objective, correction, KL, entropy, gradient divisor. Needs no torch.
+"""The flags of the objective: its numbers, correction, KL, entropy, gradient divisor. Needs no torch.
 
-Every objective and correction has its own numbers. A number that the chosen one does not read is an error, as is one
-that it needs and was not given: nothing is ignored, and defaults are the papers'.
+Every objective and correction has its own numbers, with the defaults of its paper. A number that the chosen one does
+not read is an error, and so is a missing number without a default.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from megatron_pg.flags.values import are_numbers, choice, number
 
 
 def add_objective_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of the loss terms."""
+    """Add the flags of the objective."""
     group.add_argument(
         "--pg-objective",
         choices=OBJECTIVES,
@@ -29,7 +29,7 @@ def add_objective_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--pg-custom-objective-path",
         metavar="PATH",
-        help="package.module:function or package.module.function of your own objective "
+        help="package.module:function or package.module.function of a custom objective "
         f"fn({', '.join(OBJECTIVE_PARAMETERS)}) -> Tensor. It replaces --pg-objective.",
     )
     _add_numbers(group, objectives.numbers())
@@ -37,15 +37,15 @@ def add_objective_arguments(group: argparse._ArgumentGroup) -> None:
         "--pg-correction",
         choices=CORRECTIONS,
         default="none",
-        help="What the mismatch of trainer and rollout engine does to the policy loss. Default none.",
+        help="Correction of the policy loss for the mismatch of trainer and rollout engine. Default none.",
     )
     _add_numbers(group, corrections.NUMBERS)
     group.add_argument(
         "--pg-denominator",
         choices=DENOMINATORS,
         default="scheduled",
-        help="What the denominators count: scheduled, all rollouts and trained tokens; live, only units with a trained "
-        "token; kept, only units and tokens that --pg-correction does not reject.",
+        help="What the denominators count. scheduled: all rollouts and trained tokens. live: only rollouts and prompt "
+        "groups with a trained token. kept: only those, and tokens, that --pg-correction does not reject.",
     )
     group.add_argument(
         "--pg-kl-coef", type=float, default=0.0, metavar="BETA", help="Adds BETA times KL(π‖π_ref). Default 0."
@@ -66,15 +66,15 @@ def add_objective_arguments(group: argparse._ArgumentGroup) -> None:
         "--pg-aux-aggregation",
         choices=AUX_AGGREGATIONS,
         default="default",
-        help="Weights of the KL and entropy terms. default: sample_mean, with --calculate-per-token-loss token_mean; policy: "
-        "those of the policy loss.",
+        help="Weights of the KL and entropy terms. default: sample_mean, or token_mean with "
+        "--calculate-per-token-loss. policy: the weights of the policy loss.",
     )
     group.add_argument(
         "--pg-mtp-aggregation",
         choices=MTP_AGGREGATIONS,
         default="token_mean",
-        help="Weights of the cross-entropies of Megatron's --mtp-num-layers. token_mean: each depth over all tokens of the step "
-        "that it can predict; policy: by --loss-aggregation.",
+        help="Weights of the cross-entropies of Megatron's --mtp-num-layers. token_mean: each depth is averaged over "
+        "all tokens of the step that it can predict. policy: by --loss-aggregation.",
     )
     group.add_argument(
         "--pg-grad-divisor",
@@ -86,12 +86,12 @@ def add_objective_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_numbers(group: argparse._ArgumentGroup, numbers: Iterable[Number]) -> None:
-    for each in numbers:
-        group.add_argument(each.flag, type=float, metavar=each.metavar, help=each.help)
+    for declared in numbers:
+        group.add_argument(declared.flag, type=float, metavar=declared.metavar, help=declared.help)
 
 
 def objective_violations(facts: Facts) -> Violations:
-    """Rules E24, E25 and E40 to E44 over the flags of the loss terms."""
+    """Rules E24, E25 and E40 to E44 for the flags of the objective."""
     args = facts.args
     yield from choice("--pg-objective", args.pg_objective, OBJECTIVES, elsewhere=objectives.ELSEWHERE)
     yield from choice("--pg-correction", args.pg_correction, CORRECTIONS)
@@ -99,9 +99,9 @@ def objective_violations(facts: Facts) -> Violations:
     yield from choice("--pg-aux-aggregation", args.pg_aux_aggregation, AUX_AGGREGATIONS)
     if args.pg_kl_estimator is not None:
         yield from choice("--pg-kl-estimator", args.pg_kl_estimator, KL_ESTIMATORS)
-    for each in (*objectives.numbers(), *corrections.NUMBERS):
-        if vars(args)[each.attribute] is not None:
-            yield from number(each.flag, vars(args)[each.attribute], each.low, each.high, each.requirement)
+    for declared in (*objectives.numbers(), *corrections.NUMBERS):
+        if (value := vars(args)[declared.attribute]) is not None:
+            yield from number(declared.flag, value, declared.low, declared.high, declared.requirement)
     yield from number("--pg-kl-coef", args.pg_kl_coef, 0.0, math.inf, "finite and >= 0")
     yield from number("--pg-entropy-coef", args.pg_entropy_coef, 0.0, math.inf, "finite and >= 0")
     yield from number("--pg-grad-divisor", args.pg_grad_divisor, ABOVE_ZERO, math.inf, "finite and > 0")
@@ -127,12 +127,12 @@ def _objective_rules(facts: Facts) -> Violations:
 
 
 def _given_and_read(args: argparse.Namespace, reads: Reads, chosen: str, numbers: Iterable[Number]) -> Violations:
-    for each in numbers:
-        given = vars(args)[each.attribute] is not None
-        if given and each not in reads:
-            yield "E40", f"{each.flag} has no effect with {chosen}; remove it"
-        if not given and each in reads and reads[each] is None:
-            yield "E41", f"{chosen} needs {each.flag}; there is no default"
+    for declared in numbers:
+        is_given = vars(args)[declared.attribute] is not None
+        if is_given and declared not in reads:
+            yield "E40", f"{declared.flag} has no effect with {chosen}; remove it"
+        if not is_given and declared in reads and reads[declared] is None:
+            yield "E41", f"{chosen} needs {declared.flag}; there is no default"
 
 
 def _correction_rules(facts: Facts) -> Violations:
@@ -142,17 +142,19 @@ def _correction_rules(facts: Facts) -> Violations:
     chosen = f"--pg-correction {facts.args.pg_correction}"
     yield from _given_and_read(facts.args, declared.numbers, chosen, corrections.NUMBERS)
     numbers = facts.correction_numbers
-    low, high = numbers.get("correction_low"), numbers.get("correction_high")
+    low, high = numbers.get("correction_low", math.nan), numbers.get("correction_high", math.nan)
     if are_numbers(low, high) and not low < high:
         yield (
             "E42",
-            f"--pg-correction-low {low:g} is not below --pg-correction-high {high:g}, so {chosen} would weigh every token the same or "
-            "none",
+            f"--pg-correction-low {low:g} is not below --pg-correction-high {high:g}; give bounds with low < high",
         )
     if declared.bounds and are_numbers(low) and low < 0:
-        yield "E42", f"--pg-correction-low {low:g} bounds {declared.bounds}, which is never below 0; use 0"
+        yield "E42", f"--pg-correction-low {low:g} bounds {declared.bounds}, which is never negative; use 0"
     if declared.bounds and are_numbers(high) and low != high and high <= 0:
-        yield "E42", f"--pg-correction-high {high:g} bounds {declared.bounds}, so every token would weigh 0"
+        yield (
+            "E42",
+            f"--pg-correction-high {high:g} bounds {declared.bounds}, so every weight would be 0; give a bound > 0",
+        )
 
 
 def _auxiliary_rules(args: argparse.Namespace) -> Violations:
@@ -160,15 +162,16 @@ def _auxiliary_rules(args: argparse.Namespace) -> Violations:
     if has_kl and args.pg_kl_estimator is None:
         yield (
             "E41",
-            "--pg-kl-coef needs --pg-kl-estimator; there is no default (k3_weighted has the right value and gradient; GRPO "
-            "as printed uses k3)",
+            "--pg-kl-coef needs --pg-kl-estimator; there is no default (k3_weighted has the right value and gradient; "
+            "the GRPO paper uses k3)",
         )
     if not has_kl and args.pg_kl_estimator is not None:
         yield "E40", "--pg-kl-estimator has no effect without --pg-kl-coef; remove it or give a coefficient > 0"
     if not has_kl and not has_entropy and args.pg_aux_aggregation == "policy":
         yield (
             "E40",
-            "--pg-aux-aggregation policy has no effect without --pg-kl-coef or --pg-entropy-coef; remove it or give one",
+            "--pg-aux-aggregation policy has no effect without --pg-kl-coef or --pg-entropy-coef; remove it or give "
+            "one",
         )
 
 
@@ -178,13 +181,14 @@ def _prediction_rules(facts: Facts) -> Violations:
     if not facts.megatron("mtp_num_layers"):
         yield (
             "E40",
-            "--pg-mtp-aggregation policy has no effect without --mtp-num-layers; remove it or give the number of layers",
+            "--pg-mtp-aggregation policy has no effect without --mtp-num-layers; remove it or give the number of "
+            "layers",
         )
     if facts.reducer_path is not None:
         yield (
             "E43",
-            "--pg-mtp-aggregation policy would need weights from --custom-pg-loss-reducer-function-path, which knows nothing of "
-            "multi-token prediction; use token_mean",
+            "--pg-mtp-aggregation policy needs weights that --custom-pg-loss-reducer-function-path does not compute "
+            "for multi-token prediction; use token_mean",
         )
 
 
@@ -195,18 +199,19 @@ def _denominator_rules(facts: Facts) -> Violations:
     if facts.reducer_path is not None:
         yield (
             "E43",
-            f"{chosen} has no effect with --custom-pg-loss-reducer-function-path (the reducer owns its denominator); remove one",
+            f"{chosen} has no effect with --custom-pg-loss-reducer-function-path (the reducer owns its denominator); "
+            "remove one",
         )
     if args.pg_denominator == "live" and facts.is_per_token:
-        yield "E43", f"{chosen} has no effect with {facts.mode}, which counts tokens and no units; remove it"
+        yield "E43", f"{chosen} has no effect with {facts.mode}, which does not count rollouts; remove it"
     rejects = facts.correction.rejects if facts.correction else None
     if args.pg_denominator != "kept" or rejects == "data":
         return
     if rejects == "model":
         yield (
             "E43",
-            f"{chosen} cannot be combined with --pg-correction {args.pg_correction}, whose rejections are known only after the "
-            "forward, when the denominators are fixed; use scheduled or live",
+            f"{chosen} cannot be combined with --pg-correction {args.pg_correction}, whose rejections are known only "
+            "after the forward, when the denominators are fixed; use scheduled or live",
         )
     else:
         yield (
@@ -222,15 +227,16 @@ def objective_warnings(facts: Facts) -> list[str]:
         published = declared.published_with
         if published is not None and facts.mode != published:
             messages.append(
-                f"{args.pg_objective} is published with equal sequence weights ({published}); {facts.mode} weighs otherwise"
+                f"{args.pg_objective} is published with equal sequence weights ({published}); {facts.mode} has other "
+                "weights"
             )
         if advice := declared.advice(facts.objective_numbers):
             messages.append(f"{args.pg_objective} {advice}")
     selection = facts.correction.selection if facts.correction else None
     if declared and selection and selection.published_with not in (None, args.pg_objective):
         messages.append(
-            f"--pg-correction {args.pg_correction} is published with --pg-objective {selection.published_with}, which clips no token; "
-            f"{args.pg_objective} is another objective beside it"
+            f"--pg-correction {args.pg_correction} is published with --pg-objective {selection.published_with}, which "
+            f"clips no token; with {args.pg_objective} the loss differs from the paper"
         )
     if args.pg_kl_coef and (flaw := KL_ESTIMATORS[args.pg_kl_estimator].flaw):
         messages.append(f"--pg-kl-estimator {args.pg_kl_estimator}: {flaw}")

@@ -1,4 +1,4 @@
-"""The flags of samples that say what could be sampled (`Sample.sampling_mask`). Needs no torch."""
+"""The flags of samples with a sampling mask (`Sample.sampling_mask`). Needs no torch."""
 
 import argparse
 
@@ -14,27 +14,28 @@ def add_sampling_mask_arguments(group: argparse._ArgumentGroup) -> None:
         "--pg-sampling-mask-missing",
         choices=SAMPLING_MASK_MISSING,
         default="error",
-        help="A trained token that its sample's sampling mask does not hold: error (the default) stops the step, mask leaves the token out "
-        "before anything is counted.",
+        help="If a trained token is not in its sampling mask: error (default) stops the step; mask leaves the token "
+        "out before anything is counted.",
     )
     group.add_argument(
         "--pg-sampling-mask-entropy",
         choices=SAMPLING_MASK_ENTROPIES,
         default="full",
-        help="What the entropy of a token with a sampling mask is over: full (the default), the whole vocabulary, or kept, its sampling mask.",
+        help="Entropy of a token with a sampling mask: full (default), over the whole vocabulary; kept, over the "
+        "sampling mask.",
     )
 
 
 def sampling_mask_violations(facts: Facts) -> Violations:
-    """Rules E25 and E40 over them."""
+    """Rules E25 and E40 for them."""
     args = facts.args
     yield from choice("--pg-sampling-mask-missing", args.pg_sampling_mask_missing, SAMPLING_MASK_MISSING)
     yield from choice("--pg-sampling-mask-entropy", args.pg_sampling_mask_entropy, SAMPLING_MASK_ENTROPIES)
     if args.pg_sampling_mask_entropy == "kept" and not _reads_entropy(facts):
         yield (
             "E40",
-            "--pg-sampling-mask-entropy kept has no effect without an entropy: --pg-entropy-coef, a --pg-term of the kind entropy or --pg-metrics "
-            "with_entropy; remove it or give one",
+            "--pg-sampling-mask-entropy kept has no effect without an entropy: --pg-entropy-coef, a --pg-term of the "
+            "kind entropy or --pg-metrics with_entropy; remove it or give one",
         )
 
 

@@ -60,9 +60,10 @@ _MOST_SHOWN = 3  # of the flags that begin so
 
 
 def meant_flags(word: str, flags: Collection[str]) -> list[str] | None:
-    """The flags that `word` may have been meant as, the likeliest first, of `flags`, which it is none of.
+    """The flags that an unknown `word` may stand for, the best match first.
 
-    None where it is no flag, or another parser's: it neither begins like ours, nor is the beginning of one or close to one.
+    None if it is not a flag, or one of another parser: it neither begins like ours, nor is the beginning of one or close to
+    one.
     """
     flag = word.partition("=")[0]
     name = flag.lstrip("-").lower().replace("_", "-")

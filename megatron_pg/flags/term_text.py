@@ -24,12 +24,12 @@ def parse(text: str) -> LossTerm:
     """A loss term from its flag's value; every text is parsed once in a process.
 
     Raises:
-        ValueError: what is wrong with it by itself.
+        ValueError: the text is not a loss term; the message follows the flag and the text.
     """
     head, *parts = text.split(",")
     name, _, kind = head.partition(":")
     if not is_term(name) or not kind:
-        raise ValueError("does not begin with NAME:kind, a name of a-z, 0-9 and _ and what its loss is")
+        raise ValueError("does not begin with NAME:kind, where NAME has only a-z, 0-9 and _")
     known = (POLICY,) if name == POLICY else KINDS_OF_FLAG
     if kind not in known:
         raise ValueError(f"has the kind {kind!r}, and {name} can be {', '.join(known)}{did_you_mean(kind, known, {})}")
@@ -38,9 +38,10 @@ def parse(text: str) -> LossTerm:
         option, equals, value = part.partition("=")
         if option not in _OPTIONS or not equals:
             hint = did_you_mean(option, _OPTIONS, {})
-            raise ValueError(f"has {part!r}, which is none of {', '.join(f'{each}=…' for each in _OPTIONS)}{hint}")
+            options = ", ".join(f"{known_option}=…" for known_option in _OPTIONS)
+            raise ValueError(f"has {part!r}, which is not one of {options}{hint}")
         if option in given:
-            raise ValueError(f"has {option} twice, so one of them would be ignored")
+            raise ValueError(f"has {option} twice; remove one of them")
         given[option] = _number(option, value) if option in _NUMBERS else value
     mixtures = {option: given.pop(option) for option in _MIXTURES if option in given}
     term = LossTerm(name=name, kind=kind, **given, mixture=next(iter(mixtures.values()), None))
@@ -58,9 +59,9 @@ def parse(text: str) -> LossTerm:
 
 
 def _number(option: str, text: str) -> float:
-    """Plain decimals only: Python's float() also reads 1_0 and the digits of other scripts."""
+    """A number in plain decimals: Python's float() also accepts 1_0 and digits of other scripts."""
     if not _NUMBER.fullmatch(text):
-        raise ValueError(f"has {option}={text}, which is no number")
+        raise ValueError(f"has {option}={text}, which is not a number")
     value = float(text)
     if value == 0 and any(digit in text.lower().partition("e")[0] for digit in "123456789"):
         raise ValueError(f"has {option}={text}, which is 0 in float64; the smallest number is 5e-324")
@@ -70,15 +71,16 @@ def _number(option: str, text: str) -> float:
 def _check_policy(term: LossTerm) -> None:
     if term != LossTerm(name=POLICY, kind=POLICY, weight=0.0):
         raise ValueError(
-            "takes weight=0, no objective, and nothing else: other weights are relative to it, and its aggregation is --loss-aggregation"
+            "can only be weight=0, which drops the objective: other weights are relative to the objective, and its "
+            "aggregation is --loss-aggregation"
         )
 
 
 def _check_aggregation(term: LossTerm) -> None:
     choices = (*AGGREGATIONS, AS_POLICY)
     if term.aggregation not in (None, *choices):
-        hint = did_you_mean(term.aggregation, choices, {})
-        raise ValueError(f"has aggregation={term.aggregation}, which is none of {', '.join(choices)}{hint}")
+        hint = did_you_mean(term.aggregation or "", choices, {})
+        raise ValueError(f"has aggregation={term.aggregation}, which is not one of {', '.join(choices)}{hint}")
     if term.aggregation == AS_POLICY and term.on != POLICY:
         raise ValueError(f"has aggregation={AS_POLICY}, the weights of the objective's tokens; add on={POLICY}")
     takes_divisor = term.aggregation in AGGREGATIONS and AGGREGATIONS[term.aggregation].takes_divisor
@@ -94,26 +96,24 @@ def _check_estimator(term: LossTerm) -> None:
         if kind.against is not None and kind.estimator is None:
             raise ValueError("needs estimator=…; there is no default (k3_weighted has the right value and gradient)")
     elif kind.against is None:
-        why = "is no KL divergence"
+        why = "is not a KL divergence"
         if kind.reads_topk or kind.whole_form:
             why = f"needs none: it is exact over {'its categories' if kind.reads_topk else 'the vocabulary'}"
         raise ValueError(f"has estimator={term.estimator}, and {term.kind} {why}; remove it")
     elif term.estimator not in KL_ESTIMATORS:
         hint = did_you_mean(term.estimator, KL_ESTIMATORS, {})
-        raise ValueError(f"has estimator={term.estimator}, which is none of {', '.join(KL_ESTIMATORS)}{hint}")
+        raise ValueError(f"has estimator={term.estimator}, which is not one of {', '.join(KL_ESTIMATORS)}{hint}")
 
 
 def _check_topk(term: LossTerm, mixtures: Mapping[str, float]) -> None:
     kind = KINDS[term.kind]
-    own = kind.mixture.option if kind.mixture else None
-    if strays := [option for option in mixtures if option != own]:
-        instead = f"; it has {own}" if own else ""
+    of_kind = kind.mixture.option if kind.mixture else None
+    if strays := [option for option in mixtures if option != of_kind]:
+        instead = f"; it has {of_kind}" if of_kind else ""
         raise ValueError(f"has {strays[0]}={mixtures[strays[0]]:g}, which {term.kind} does not read{instead}")
     if term.mixture is not None and not 0 < term.mixture < 1:
-        raise ValueError(
-            f"has {own}={term.mixture:g}, which is not between 0 and 1, where one of the two would be alone"
-        )
+        raise ValueError(f"has {of_kind}={term.mixture:g}, which is not between 0 and 1")
     if term.temperature is not None and not kind.reads_topk:
         raise ValueError(
-            f"has temperature={term.temperature:g}, and {term.kind} has no teacher of whose likeliest tokens it would be; remove it"
+            f"has temperature={term.temperature:g}, which only a top-k teacher has, and {term.kind} has none; remove it"
         )

@@ -21,29 +21,29 @@ def add_term_arguments(group: argparse._ArgumentGroup) -> None:
         "--pg-term",
         action="append",
         metavar="NAME:KIND[,OPTION=VALUE]...",
-        help=f"A further loss of the step, over its own tokens, with its own denominators: kinds {', '.join(KINDS_OF_FLAG)}; options "
-        f"weight (default 1), aggregation and divisor (default: as --loss-aggregation), on (the loss term whose tokens it takes, "
-        f"for instance {POLICY}, those of the objective), estimator (of a KL divergence), beta, alpha (of a teacher's divergence) "
-        f"and temperature (of a teacher whose likeliest tokens are read, default 1). {POLICY}:{POLICY},weight=0 drops the objective. "
-        "May be given several times.",
+        help=f"Adds a loss term with its own tokens and denominators. Kinds: {', '.join(KINDS_OF_FLAG)}. Options: "
+        "weight (default 1), aggregation and divisor (default: as --loss-aggregation), on (the loss term whose tokens "
+        f"it uses; {POLICY} is the objective), estimator (of a KL divergence), beta and alpha (of a teacher's "
+        f"divergence), temperature (of a top-k teacher, default 1). {POLICY}:{POLICY},weight=0 drops the objective. "
+        "May be repeated.",
     )
     group.add_argument(
         "--pg-teacher-tail-floor",
         type=float,
         metavar="P",
-        help="Least probability that a teacher gives to all tokens together that it does not name, for the kinds topk_*: a teacher "
-        f"whose named tokens sum to 1 would be infinitely far. Default {TAIL_FLOOR:g}; a metric counts where it acts.",
+        help="Lower bound of the probability that a top-k teacher leaves for all other tokens, for the kinds topk_*. "
+        f"Without it the divergence is infinite where the top-k tokens sum to 1. Default {TAIL_FLOOR:g}.",
     )
     group.add_argument(
         "--pg-teacher-head",
         metavar="PATH[:NAME]",
-        help="The teacher's output layer, for the kinds full_*, which are over the whole vocabulary: a matrix [V, H] of a safetensors file, "
-        "called weight unless NAME says otherwise. Each tensor-parallel rank reads its rows.",
+        help="The teacher's output layer, for the kinds full_*: a matrix [V, H] of a safetensors file. NAME is its "
+        "name in the file, by default weight. Each tensor-parallel rank reads its rows.",
     )
 
 
 def term_violations(facts: Facts) -> Violations:
-    """Rules E71 of one loss term, E72 of several, E73 of what they cannot go with."""
+    """Rules E71 of one loss term, E72 of several, E73 of flags that they cannot be combined with."""
     texts, floor = facts.args.pg_term, facts.args.pg_teacher_tail_floor
     if texts is None:
         yield from () if floor is None else _floor_rules(floor, ())
@@ -67,12 +67,13 @@ def _floor_rules(floor: object, terms: Sequence[LossTerm]) -> Violations:
     if not any(term.reads_topk and KINDS[term.kind].has_tail for term in terms):
         yield (
             "E73",
-            f"--pg-teacher-tail-floor {floor} has no effect without a --pg-term of a kind topk_* that has a tail; remove it",
+            f"--pg-teacher-tail-floor {floor} has no effect without a --pg-term of a kind topk_* that has a tail; "
+            "remove it",
         )
 
 
 def _hidden_rules(facts: Facts, terms: Sequence[LossTerm]) -> Violations:
-    """A teacher over the whole vocabulary: its head, and the student's in whose chunks its logits are made."""
+    """Rules of a teacher over the whole vocabulary: its output layer, and the fused head of the model."""
     head, readers = facts.args.pg_teacher_head, [term for term in terms if term.reads_hidden]
     if head is not None and not (isinstance(head, str) and head.strip(":")):
         yield "E73", f"--pg-teacher-head must be PATH or PATH:NAME, got {head!r}"
@@ -83,58 +84,57 @@ def _hidden_rules(facts: Facts, terms: Sequence[LossTerm]) -> Violations:
         if head is None:
             yield (
                 "E73",
-                f"{term.flag} is over the whole vocabulary of a teacher, whose logits are made of its hidden states; add --pg-teacher-head "
-                "PATH, its output layer",
+                f"{term.flag} computes the teacher's logits from its hidden states; add --pg-teacher-head PATH, the "
+                "teacher's output layer",
             )
         if facts.args.pg_fused_head is None:
             yield (
                 "E73",
-                f"{term.flag} makes the teacher's logits beside the model's, chunk by chunk, and without the fused head all of both would be "
-                "stored; add --pg-fused-head forward, or recompute",
+                f"{term.flag} needs the fused head, which computes the logits of teacher and model in chunks; add "
+                "--pg-fused-head forward, or recompute",
             )
         if (term.kind, term.mixture) != (readers[0].kind, readers[0].mixture):
             yield (
                 "E73",
-                f"{term.flag} and {readers[0].flag} are two divergences from one teacher's hidden states, and its logits are read for one; "
-                "give both the same kind and beta",
+                f"{term.flag} and {readers[0].flag} are different divergences from the same teacher; give both the "
+                "same kind and beta",
             )
-        for other in (each for each in terms if each.reads_topk and each.weight):
+        for other in (term for term in terms if term.reads_topk and term.weight):
             yield (
                 "E73",
-                f"{term.flag} has the whole vocabulary of the teacher and {other.flag} its likeliest tokens, and a forward reads one of them; "
-                "leave one out",
+                f"{term.flag} reads the teacher's whole vocabulary and {other.flag} its top-k tokens, and one forward "
+                "pass can read only one of them; remove one",
             )
 
 
 def _contradictions(terms: list[LossTerm]) -> list[str]:
-    found, own = [], {POLICY} | {term.name for term in terms if term.on is None}
+    messages, with_tokens = [], {POLICY} | {term.name for term in terms if term.on is None}
     names = [term.name for term in terms]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
-            found.append(
-                f"--pg-term {name} is given {names.count(name)} times, so one would be ignored; name them apart"
-            )
+            messages.append(f"--pg-term {name} is given {names.count(name)} times; give each loss term its own name")
     for term in terms:
-        if term.on in names and term.on not in own:
-            found.append(
-                f"{term.flag},on={term.on}: {term.on} has no tokens of its own; name the loss term whose tokens it takes"
+        if term.on in names and term.on not in with_tokens:
+            messages.append(
+                f"{term.flag},on={term.on}: {term.on} uses the tokens of another loss term; name that loss term"
             )
-        elif term.on is not None and term.on not in own:
-            found.append(
-                f"{term.flag},on={term.on}: there is no such loss term; choose one of {', '.join(sorted(own))}"
+        elif term.on is not None and term.on not in with_tokens:
+            messages.append(
+                f"{term.flag},on={term.on} is not a loss term; choose one of {', '.join(sorted(with_tokens))}"
             )
-    return found
+    return messages
 
 
 def _together(facts: Facts, terms: list[LossTerm]) -> Violations:
-    """What the rest of the loss would mean nothing with."""
+    """Rule E73 for loss terms together with other flags."""
     for term in terms:
-        theirs = 1.0 if term.temperature is None else term.temperature
-        if term.reads_topk and theirs != facts.args.pg_temperature:
+        temperature = 1.0 if term.temperature is None else term.temperature
+        if term.reads_topk and temperature != facts.args.pg_temperature:
             yield (
                 "E73",
-                f"{term.flag} has a teacher at temperature {theirs:g}, and --pg-temperature is {facts.args.pg_temperature}: the likeliest "
-                "tokens of one cannot be had from another; record them at this temperature, and say so by temperature=…",
+                f"{term.flag} has a teacher at temperature {temperature:g}, and --pg-temperature is "
+                f"{facts.args.pg_temperature}: top-k log-probabilities cannot be converted between temperatures; "
+                "record the teacher at this temperature and pass temperature=…",
             )
     if facts.has_objective:
         return
@@ -142,8 +142,8 @@ def _together(facts: Facts, terms: list[LossTerm]) -> Violations:
         if term.aggregation == AS_POLICY:
             yield (
                 "E73",
-                f"{term.flag},aggregation={AS_POLICY} takes the objective's weights, and --pg-term {POLICY}:{POLICY},weight=0 drops the "
-                "objective; name an aggregation",
+                f"{term.flag},aggregation={AS_POLICY} uses the weights of the objective, which --pg-term "
+                f"{POLICY}:{POLICY},weight=0 drops; name an aggregation",
             )
     if not any(term.weight for term in terms):
         yield "E73", f"--pg-term {POLICY}:{POLICY},weight=0 leaves no loss; add another loss term, or remove it"
@@ -152,15 +152,15 @@ def _together(facts: Facts, terms: list[LossTerm]) -> Violations:
         ("--pg-denominator", facts.args.pg_denominator, {*DENOMINATORS} - {"scheduled"}),
     )
     for flag, value, choices in of_objective:
-        if isinstance(value, str) and value in choices:  # of any other value rule E25 says so
+        if isinstance(value, str) and value in choices:  # rule E25 reports any other value
             yield (
                 "E73",
-                f"{flag} {value} has no effect without the objective, which --pg-term {POLICY}:{POLICY},weight=0 drops; remove one of "
-                "the two",
+                f"{flag} {value} has no effect without the objective, which --pg-term {POLICY}:{POLICY},weight=0 "
+                "drops; remove one of the two",
             )
     if facts.args.pg_kl_coef or facts.args.pg_entropy_coef:
         yield (
             "E73",
-            f"--pg-kl-coef and --pg-entropy-coef are terms of the objective, which --pg-term {POLICY}:{POLICY},weight=0 drops; write "
-            f"--pg-term NAME:kl,on={POLICY} or NAME:entropy,on={POLICY}",
+            f"--pg-kl-coef and --pg-entropy-coef are terms of the objective, which --pg-term "
+            f"{POLICY}:{POLICY},weight=0 drops; write --pg-term NAME:kl,on={POLICY} or NAME:entropy,on={POLICY}",
         )

@@ -1,4 +1,4 @@
-"""Rules over one value: a number in its range, a word of several."""
+"""Rules for one value: a number in its range, or one of several words."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -23,7 +23,7 @@ def choice(
     rule: str = "E25",
     elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> Violations:
-    """Rule E25 (E50 of the head): one of several words; `elsewhere`: what other frameworks' words are here."""
+    """Rule E25 (E50 of the head): one of several words; `elsewhere` maps the words of other frameworks to ours."""
     if not (isinstance(value, str) and value in choices):
         hint = did_you_mean(f"{value}", choices, elsewhere)
         yield rule, f"{flag} {value!r} is not one of {', '.join(choices)}{hint}"

@@ -34,7 +34,7 @@ _ROWS_OF_MEGATRON = {"Megatron", "layout"}  # of the banner: a host has its own 
 class Inherited:
     """A value that one of our arguments takes from a flag of the host."""
 
-    theirs: str  # as the host's user writes it
+    host_flag: str  # as the host's user writes it
     attribute: str  # ours
     value: Any
     is_default: bool = False  # the host's user has not set it
@@ -47,7 +47,7 @@ class Inherited:
     @property
     def name(self) -> str:
         """The name of the flag alone."""
-        return self.theirs.partition(" ")[0].rstrip(",")
+        return self.host_flag.partition(" ")[0].rstrip(",")
 
 
 def flag_of(name: str) -> str:
@@ -116,10 +116,10 @@ def check(
         try:
             validate_args(args)
         except ArgumentError as error:
-            theirs = {
+            host_flags = {
                 flag.ours: flag.name for flag in flags if given.get(flag.attribute) in (None, known[flag.attribute])
             }
-            violations += [(rule, _with_flags_of_the_host(message, theirs)) for rule, message in error.violations]
+            violations += [(rule, _with_flags_of_the_host(message, host_flags)) for rule, message in error.violations]
         else:
             violations += [("E70", message) for message in _refused_terms(host, args, carried, names_terms)]
     if violations:
@@ -162,17 +162,17 @@ def _merged(
             continue
         if value not in (known[flag.attribute], flag.value):
             message = (
-                f"{flag.theirs} of {host}, {flag.value}, and {flag.ours} {value} contradict each other; remove one"
+                f"{flag.host_flag} of {host}, {flag.value}, and {flag.ours} {value} contradict each other; remove one"
             )
             violations.append(("E70", message))
         ours[flag.attribute] = flag.value
-        rows.append(f"{flag.theirs} is {flag.ours} {flag.value}")
+        rows.append(f"{flag.host_flag} is {flag.ours} {flag.value}")
     return ours, [("inherited", "; ".join(rows))] if rows else [], violations
 
 
-def _with_flags_of_the_host(message: str, theirs: Mapping[str, str]) -> str:
-    """A message of our rules with the host's flags for those of ours that are not set; `theirs` by our flag."""
-    return re.sub(r"--[\w-]+", lambda flag: theirs.get(flag[0], flag[0]), message)
+def _with_flags_of_the_host(message: str, host_flags: Mapping[str, str]) -> str:
+    """A message of our rules with the host's flags for those of ours that are not set; `host_flags`: by our flag."""
+    return re.sub(r"--[\w-]+", lambda flag: host_flags.get(flag[0], flag[0]), message)
 
 
 def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> list[str]:

@@ -42,16 +42,17 @@ def grpo_loss(
 
         loss = sum_t w_t * -min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t)
 
-    There is no ignore index: a target such as -100 at a trained token is a ValueError on a CPU. On a GPU, where a check would make the
-    host wait, it makes the loss and its whole row of the gradient NaN. Tokens are left out by `mask`, or by a weight of 0.
+    There is no ignore index: a target such as -100 at a trained token is a ValueError on a CPU. On a GPU, where a check
+    would make the host wait, it makes the loss and its whole row of the gradient NaN. Tokens are left out by `mask`, or
+    by a weight of 0.
 
     Computed in float32 (float64 for float64 logits). Masked tokens are selected away before any exp: whatever their
     fields hold reaches neither loss nor gradient. A value that is not finite at a trained token stays visible.
 
     Args:
         logits: [T, V / tp] this tensor-parallel rank's slice of the vocabulary.
-        targets: [T] int64 global token ids, anything at tokens that are not trained. Equal on all tensor-parallel ranks, like every [T]
-            field.
+        targets: [T] int64 global token ids, anything at tokens that are not trained. Equal on all tensor-parallel
+            ranks, like every [T] field.
         old_logprobs: [T] nats, of the sampling policy at `temperature`.
         advantages: [T].
         weights: [T] the aggregation's weight of each token.
@@ -102,20 +103,20 @@ def policy_gradient_loss(  # noqa: D417
 
     Args:
         logits: [T, V / tp] as in `grpo_loss`, like every argument that is not named here.
-        policy_loss: the loss as a function of log-probabilities and entropies, with its [T] fields. A target outside the vocabulary at a
-            trained token makes the loss and its whole row of the gradient NaN, on every device.
+        policy_loss: the loss as a function of log-probabilities and entropies, with its [T] fields. A target outside
+            the vocabulary at a trained token makes the loss and its whole row of the gradient NaN, on every device.
         vocabulary: the columns of the logits, their padding, and tau.
 
     Raises:
-        ValueError: shapes, dtypes or options cannot be, or a field that a term needs is missing.
+        ValueError: invalid shapes, dtypes or options, or a field that a term needs is missing.
     """
     check_impl(impl)
     check_logits(logits, policy_loss.fields.targets)
     check_loss(logits, policy_loss, grad_scale)
     if policy_loss.terms.whole_form is not None:
         raise ValueError(
-            "a loss over the whole vocabulary of a teacher needs its logits beside the model's, which only the fused head makes. Use "
-            "lm_head.policy_gradient_head_loss (--pg-fused-head forward)."
+            "a loss over the whole vocabulary of a teacher needs its logits beside the model's, which only the fused "
+            "head makes. Use lm_head.policy_gradient_head_loss (--pg-fused-head forward)."
         )
     if impl == "torch":
         if inplace:

@@ -1,4 +1,4 @@
-"""What the kernels and heads refuse."""
+"""Checks of the arguments of kernels and heads."""
 
 import os
 
@@ -12,13 +12,13 @@ from megatron_pg.kernels.vocabulary import Vocabulary
 
 
 def check_impl(impl: str) -> None:
-    """Refuse an implementation that there is not."""
+    """Raise ValueError for an unknown `impl`."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLEMENTATIONS)}, so nothing would be computed.")
 
 
 def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> None:
-    """Refuse fields that are missing, misshapen or not where `values`, logits or hidden states, are; factors not > 0."""
+    """Refuse fields that are missing, misshapen or on another device than `values`, and factors that are not > 0."""
     terms, fields = policy_loss.terms, policy_loss.fields
     for term in terms.further:
         _check_mixture(term)
@@ -32,7 +32,7 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
         if is_needed and getattr(fields, name) is None:
             raise ValueError(f"{name} is missing, and a term of the loss needs it. Give one value per token.")
     size, known = fields.targets.shape, fields.per_token()
-    if fields.sampling_mask is not None and (terms.reads_topk or terms.whole_form is not None):
+    if fields.sampling_mask is not None and any(term.payload for term in terms.further):
         raise ValueError(
             "a loss over a teacher's distribution is over the whole vocabulary, and the log-probabilities of this "
             "micro-batch are over what could be sampled. Leave out one of the loss term and the sampling mask."
@@ -43,8 +43,8 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
         is_table = name in ("teacher_topk.ids", "teacher_topk.logprobs")
         if found.shape[:1] != size or found.dim() != 1 + is_table:
             raise ValueError(
-                f"{name} has shape {tuple(found.shape)} for {tuple(size)} targets, so tokens would not align. Give one value "
-                "per token."
+                f"{name} has shape {tuple(found.shape)} for {tuple(size)} targets, so tokens would not align. Give one "
+                "value per token."
             )
         if found.device != values.device:
             raise ValueError(f"{name} is on {found.device} and the logits on {values.device}. Move it there.")
@@ -60,36 +60,37 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
 
 
 def check_labels(targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> None:
-    """Refuse a target outside the vocabulary at a trained token [T]; on a CPU only, since the host would wait for a GPU."""
+    """Refuse a trained token whose target is outside the vocabulary; on a CPU only: a host would wait for a GPU."""
     if targets.device.type != "cpu" or mask.shape != targets.shape or mask.dtype != torch.bool:  # refused elsewhere
         return
     bad = mask & ((targets < 0) | (targets >= vocabulary.size))
     if count := int(bad.sum()):
         t = int(bad.int().argmax())
         raise ValueError(
-            f"targets[{t}] is {int(targets[t])} at a trained token, and the vocabulary has the ids 0 to {vocabulary.size - 1} "
-            f"({count} such tokens). Set weights or mask to 0 there: no value of targets is ignored."
+            f"targets[{t}] is {int(targets[t])} at a trained token, and the vocabulary has the ids 0 to "
+            f"{vocabulary.size - 1} ({count} such tokens). Set weights or mask to 0 there: no value of targets is "
+            "ignored."
         )
 
 
 def _check_mixture(term: LossTerm) -> None:
-    """Refuse a share β or α that the divergence does not have, or the lack of one."""
+    """Refuse a missing share β or α, and one that the divergence does not have."""
     found, has_one = term.mixture, KINDS[term.kind].mixture is not None
     if not (found is not None and 0 < found < 1 if has_one else found is None):
         raise ValueError(
-            f"mixture={found} of a loss term {term.kind} cannot be: some divergences have a share between 0 and 1 and the others none, so "
-            "another one would be trained. Use LossTerm.resolved, which knows the default."
+            f"mixture={found} of a loss term {term.kind} cannot be: some divergences have a share between 0 and 1 and "
+            "the others none, so another one would be trained. Use LossTerm.resolved, which knows the default."
         )
 
 
 def check_for_triton(values: Tensor) -> None:
-    """Refuse a device and a dtype that the Triton kernels cannot do."""
+    """Refuse a device or dtype that the Triton kernels do not support."""
     if values.dtype == torch.float64:
         raise ValueError("impl='triton' computes in float32 and would lose float64's digits. Use impl='torch'.")
     if values.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
-            f"impl='triton' cannot run on {values.device}: Triton kernels need a CUDA device (or TRITON_INTERPRET=1, to "
-            "test). Use impl='torch'."
+            f"impl='triton' cannot run on {values.device}: Triton kernels need a CUDA device (or TRITON_INTERPRET=1, "
+            "to test). Use impl='torch'."
         )
 
 
@@ -97,7 +98,8 @@ def check_layout(logits: Tensor, inplace: bool) -> None:
     """Refuse logits that the kernels cannot read in order, or may not overwrite."""
     if logits.shape[1] > 0 and logits.stride(1) != 1:
         raise ValueError(
-            f"logits have stride {logits.stride(1)} along the vocabulary, which the kernels read in order. Use logits.contiguous()."
+            f"logits have stride {logits.stride(1)} along the vocabulary, which the kernels read in order. "
+            "Use logits.contiguous()."
         )
     if inplace and not may_be_overwritten(logits):
         raise ValueError(
@@ -106,7 +108,7 @@ def check_layout(logits: Tensor, inplace: bool) -> None:
 
 
 def may_be_overwritten(logits: Tensor) -> bool:
-    """Whether a gradient can stand in the logits' place: no leaf's memory that requires grad, and every row has its own."""
+    """Whether a gradient may overwrite the logits: they are not a leaf that requires grad, and rows do not overlap."""
     return not _why_not(logits)
 
 
@@ -116,5 +118,6 @@ def _why_not(logits: Tensor) -> str:
     if owner.is_leaf and owner.requires_grad:
         return "a leaf tensor that requires grad"
     if len(logits) > 1 and logits.stride(0) < logits.shape[1]:
-        return f"rows with one another, because the logits' row stride {logits.stride(0)} is below their {logits.shape[1]} columns"
+        strides = f"row stride {logits.stride(0)} is below their {logits.shape[1]} columns"
+        return f"rows with one another, because the logits' {strides}"
     return ""

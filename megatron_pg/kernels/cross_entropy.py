@@ -1,4 +1,4 @@
-"""Cross-entropy of some rows of (vocabulary-parallel) logits, and whether greedy decoding would have chosen the target."""
+"""Cross-entropy of some rows of (vocabulary-parallel) logits, and whether greedy decoding chooses the target."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from megatron_pg.kernels.losses import reader_of
 from megatron_pg.kernels.readers import read
 from megatron_pg.kernels.vocabulary import Vocabulary
 
-TIE = 1e-5  # nats between the target and the likeliest token that rounding may make
+TIE = 1e-5  # nats between the target and the top token that rounding may cause
 
 
 class CrossEntropy(NamedTuple):
@@ -22,7 +22,7 @@ class CrossEntropy(NamedTuple):
 
     @classmethod
     def of(cls, logprobs: Tensor, totals: Tensor) -> "CrossEntropy":
-        """From log-probabilities, and the totals S = sum e^(z/tau - max): the likeliest token has log-probability -log S."""
+        """From log-probabilities and the totals S = sum e^(z/tau - max): the top token has log-probability -log S."""
         return cls(-logprobs, logprobs.detach() + totals.log() > -TIE)
 
 
@@ -34,11 +34,12 @@ def cross_entropy(
         ce_t = -log softmax(z / tau)[target_t]
 
     Args:
-        logits: [T, V / tp] this tensor-parallel rank's slice of the vocabulary. The Triton kernels may write the gradient over
-            them, where nothing else has saved them.
+        logits: [T, V / tp] this tensor-parallel rank's slice of the vocabulary. The Triton kernels may write the
+            gradient over them, where nothing else has saved them.
         targets: [T] int64 global token ids, equal on every tensor-parallel rank; one outside the vocabulary gives NaN.
         rows: [n] int64, increasing: the wanted rows, equal on every tensor-parallel rank.
-        vocabulary: the columns of the logits, their padding, tau, and the tensor-parallel group, every rank of which must call.
+        vocabulary: the columns of the logits, their padding, tau, and the tensor-parallel group, every rank of which
+            must call.
         impl: "triton" or "torch".
 
     Raises:

@@ -54,7 +54,7 @@ def loss_of(
         from megatron_pg.kernels.triton.topk_loss import topk_loss
 
         return topk_loss(policy_loss, outputs, policy_loss.topk_ids, vocabulary)
-    if impl == "triton" and policy_loss.row:
+    if impl == "triton" and policy_loss.token_kernel:
         from megatron_pg.kernels.triton.surrogate import surrogate_loss
 
         return surrogate_loss(policy_loss, logprobs, entropy)
@@ -72,9 +72,9 @@ def loss_and_slopes(
         from megatron_pg.kernels.triton.surrogate import surrogate_and_slopes
 
         logprobs, entropy = rows.outputs[:2]
-        if policy_loss.row:
+        if policy_loss.token_kernel:
             return surrogate_and_slopes(policy_loss, logprobs, entropy)
-        if isinstance(rows, TeacherRowStatistics) and (rest := policy_loss.without_hidden).row:
+        if isinstance(rows, TeacherRowStatistics) and (rest := policy_loss.without_hidden).token_kernel:
             return _with_divergence(policy_loss, rows.divergence, *surrogate_and_slopes(rest, logprobs, entropy))
     with torch.enable_grad():
         outputs = [values.detach().requires_grad_() for values in rows.outputs]

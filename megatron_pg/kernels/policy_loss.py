@@ -1,9 +1,9 @@
-"""From log-probabilities to the loss, in torch: what every implementation that ends in log-probabilities ends in.
+"""The loss as a function of log-probabilities, in torch: the specification of the kernels, and where they do not apply.
 
     loss = sum_t w_t l_t + sum_s lambda_s sum_t w^s_t l^s_t
 
-w, l: corrected weights and objective; w^s, l^s: weights and loss of another loss term s, for instance a KL divergence, which no
-correction touches.
+w, l: corrected weights and objective; w^s, l^s: weights and loss of another loss term s, for instance a KL divergence,
+which no correction touches.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from megatron_pg.kernels.sampling_masks import Restriction
 from megatron_pg.kernels.teacher import Form
 from megatron_pg.kernels.topk import TopKLogprobs
 from megatron_pg.objectives import Objective, Tokens, objective_of
-from megatron_pg.objectives.interface.row import Row
+from megatron_pg.objectives.interface.token_kernel import TokenKernel
 from megatron_pg.objectives.terms.losses import Categories, TermTokens
 
 
@@ -56,7 +56,7 @@ class LossTerms:
 
     @cached_property
     def reads_topk(self) -> bool:
-        """Whether a loss is over the teacher's likeliest tokens."""
+        """Whether a loss term is over the teacher's top-k tokens."""
         return any(term.reads_topk for term in self.further)
 
     @cached_property
@@ -73,22 +73,18 @@ class LossTerms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyGradientLoss:
-    """Loss of one micro-batch on one rank, and the per-token values behind it, all [T] detached, 0 where masked."""
+    """Loss of one micro-batch on one rank, and its per-token values: [T] each, detached, 0 where masked."""
 
     loss: Tensor  # [] sum of all terms, differentiable
     token_losses: Tensor  # of the policy term, before its weights; 0 where opsm rejects
     logprobs: Tensor  # nats, of the model being trained
     log_ratios: Tensor  # nats, new minus old, not clamped
     entropy: Tensor | None = None  # nats; None unless asked for or in the loss
-    term_losses: Tensor | None = (
-        None  # [n, T] of the terms' n loss terms, before weights, each 0 off its tokens; None: n = 0
-    )
+    term_losses: Tensor | None = None  # [n, T] before weights, each 0 outside its tokens; None: n = 0
     kept: Tensor | None = None  # bool, not rejected by opsm; None without it
     sequence_log_ratios: Tensor | None = None  # None unless the objective reads them
     sequence_advantages: Tensor | None = None
-    student_mass: Tensor | None = (
-        None  # Σ_S q, 0 where nothing reads the teacher's likeliest tokens; None: nothing does
-    )
+    student_mass: Tensor | None = None  # Σ q over the top-k tokens; None: no term reads them
 
     @property
     def per_token(self) -> tuple[Tensor | None, ...]:
@@ -112,27 +108,27 @@ class PolicyLoss:
     fields: TokenFields
 
     @cached_property
-    def row(self) -> Row | None:
-        """The objective as kernels compute it, where they compute all that the loss has; else None, and it ends in torch.
+    def token_kernel(self) -> TokenKernel | None:
+        """The objective's token kernel where kernels compute the whole loss; None: the loss is computed in torch.
 
-        They have at most one divergence and one entropy term, over the objective's tokens, and average over sequences once:
-        the one weight of a sequence that opsm thins out would need what it rejects first.
+        Kernels compute at most one divergence and one entropy term, over the objective's tokens. They average over
+        sequences once, so they cannot first reject tokens by opsm and then average the weights of the kept ones.
         """
         kinds = [term.kind if KINDS[term.kind].against is None else "divergence" for term in self.terms.further]
         has_more = not {*kinds} <= {"divergence", "entropy"} or len({*kinds}) < len(kinds)
         has_more |= any(own.mask is not None for own in self.fields.terms.values())
         has_more |= self.fields.old_logprobs is None
         has_more |= self.terms.opsm_anchor is not None and self.terms.objective.has_one_loss_per_sequence
-        return None if has_more else self.terms.objective.row
+        return None if has_more else self.terms.objective.token_kernel
 
     @cached_property
     def is_by_token(self) -> bool:
         """Whether kernels compute the whole loss of a token from its row of logits."""
-        return bool(self.row) and not self.terms.reads_sequences and self.fields.sampling_mask is None
+        return bool(self.token_kernel) and not self.terms.reads_sequences and self.fields.sampling_mask is None
 
     @property
     def without_topk(self) -> "PolicyLoss":
-        """The loss without the loss terms over the teacher's likeliest tokens."""
+        """The loss without the loss terms over the teacher's top-k tokens."""
         return self._of(tuple(term for term in self.terms.further if not term.reads_topk))
 
     @property
@@ -146,7 +142,7 @@ class PolicyLoss:
 
     @cached_property
     def topk_ids(self) -> Tensor | None:
-        """[T, K] ids of the teacher's likeliest tokens, -1 where there is none or nothing reads it; None: nothing reads any."""
+        """[T, K] ids of the teacher's top-k tokens, -1 where no term reads one; None: no term reads any."""
         if not self.terms.reads_topk:
             return None
         readers = [self.fields.of_term(term.name).mask for term in self.terms.further if term.reads_topk]
@@ -155,7 +151,7 @@ class PolicyLoss:
     def restriction(self, entropy: bool) -> Restriction | None:
         """What the log-probabilities, and the entropies, are over; None: the whole vocabulary everywhere.
 
-        `entropy`: whether it is wanted, in the loss or beside it.
+        `entropy`: whether it is wanted as a metric; the loss may read it too.
         """
         if self.fields.sampling_mask is None:
             return None
@@ -179,7 +175,8 @@ class PolicyLoss:
             logprobs: [T] nats, differentiable.
             entropy: [T] nats, differentiable; needed by an entropy term, else only handed on.
             topk: of `topk_ids`, where those are; differentiable.
-            divergence: [T] nats, the terms' `whole_form` from the teacher; differentiable. None: no token here has a teacher.
+            divergence: [T] nats, the terms' `whole_form` from the teacher; differentiable. None: no token here has a
+                teacher.
         """
         mask = self.fields.objective_mask
 
@@ -243,8 +240,8 @@ class PolicyLoss:
         is_corrected = kept is not None or self.fields.corrections is not None
         if not (self.terms.objective.has_one_loss_per_sequence and is_corrected):
             return (weights * token_losses).sum(), token_losses
-        # Every token moves the one loss of its sequence, which weighs what all of them do: to share the average leaves the
-        # sum as it is and makes the gradient its own, on tokens that are rejected too.
+        # Every token moves the one loss of its sequence, which weighs what all of them do: to share the average leaves
+        # the sum as it is and makes the gradient its own, on tokens that are rejected too.
         weights = weights if kept is None else torch.where(kept, weights, 0)
         return (self.fields.sequences.averages(weights[None])[0] * losses).sum(), token_losses
 

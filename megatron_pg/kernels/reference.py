@@ -1,7 +1,7 @@
 """The eager implementation: plain torch with autograd, on any device. The others are compared with it.
 
-In addition to the logits it keeps one [T, V / tp] table, in their dtype, from forward to backward, and holds at most six in
-the compute dtype at once.
+In addition to the logits it keeps one [T, V / tp] table, in their dtype, from forward to backward, and holds at most
+six in the compute dtype at once.
 """
 
 import torch

@@ -79,8 +79,8 @@ def _farthest(place: int) -> Callable[[Any], Any]:
     """The rank (0) or its factor (1)."""
 
     def formula(ranks: Any) -> Any:
-        found = gap.farthest_rank([_gap_sums(sums) for sums in ranks])
-        return None if found is None else found[place]
+        farthest = gap.farthest_rank([_gap_sums(sums) for sums in ranks])
+        return None if farthest is None else farthest[place]
 
     return formula
 
@@ -97,22 +97,20 @@ def term_metrics(term: LossTerm) -> tuple[Metric, ...]:
     def of(kind: str, formula: Callable[[Any], Any], suffix: str, *words: str, level: str = "basic") -> Metric:
         return Metric(f"{name}/{suffix}", formula, *words, kind=kind, level=level, term=name)
 
-    def mean(
-        suffix: str, formula: Callable[[Any], Any], equation: str, unit: str, meaning: str
-    ) -> tuple[Metric, Metric]:
+    def mean(suffix: str, formula: Callable, equation: str, unit: str, meaning: str) -> tuple[Metric, Metric]:
         sums = f"_{name}/{suffix}"
         part = Metric(sums, formula, equation, unit, "part of the mean", kind="part", term=name)
         ratio = of("ratio", lambda s: s[sums] / s[f"{name}/num_tokens"], suffix, f"{equation} / n", unit, meaning)
         return part, ratio
 
-    found = (
+    metrics = (
         of(
             "all",
             lambda t: _weighted(t, name),
             "loss",
             f"Σ w·({loss})",
             "nats",
-            "the loss term's term before its weight",
+            "the loss term before its weight",
             level="none",
         ),
         of("all", lambda t: t.of_term(name)[0], "weight", "Σ w", "1", "the sum of its tokens' weights"),
@@ -128,7 +126,7 @@ def term_metrics(term: LossTerm) -> tuple[Metric, ...]:
         *mean("mean", lambda t: t.of_term(name)[1], f"Σ ({loss})", "nats", "mean of its tokens"),
     )
     if not term.reads_topk:
-        return found
+        return metrics
     masses = (
         *mean(
             "teacher_mass", lambda t: t.teacher_mass(name), "Σ Σ_S p", "1", "what the teacher gives its named tokens"
@@ -136,7 +134,7 @@ def term_metrics(term: LossTerm) -> tuple[Metric, ...]:
         *mean("student_mass", lambda t: t.student_mass(name), "Σ Σ_S q", "1", "what the policy gives them"),
     )
     if term.tail_floor is None:
-        return *found, *masses
+        return *metrics, *masses
     floored = of(
         "all",
         lambda t: t.is_floored(term),
@@ -145,7 +143,7 @@ def term_metrics(term: LossTerm) -> tuple[Metric, ...]:
         "tokens",
         "whose teacher's tail is raised to `--pg-teacher-tail-floor`",
     )
-    return *found, *masses, floored
+    return *metrics, *masses, floored
 
 
 def _weighted(tokens: Any, term: str) -> torch.Tensor:

@@ -34,10 +34,8 @@ CAUSES = {
     ),
     "template": Cause(
         "the prompts start differently (chat template, BOS)",
-        (
-            "Print the token ids that each side reads before the response, of one sample, and compare them; send ids, "
-            "not text."
-        ),
+        "Print the token ids that each side reads before the response, of one sample, and compare them; send ids, "
+        "not text.",
     ),
     "group": Cause(
         "one rank or engine only",
@@ -50,10 +48,8 @@ CAUSES = {
     ),
     "truncation": Cause(
         "truncated sampling (top-p, top-k, min-p) that the trainer does not replay",
-        (
-            "Sample without top-p, top-k and min-p, or record the kept tokens of every sample (Sample.sampling_mask, "
-            "docs/sampling_masks.md)."
-        ),
+        "Sample without top-p, top-k and min-p, or record the kept tokens of every sample (Sample.sampling_mask, "
+        "docs/sampling_masks.md).",
     ),
     "sampling": Cause(
         "the engine samples from another distribution than it reports",
@@ -72,8 +68,8 @@ CAUSES = {
     "routing": Cause(
         "some tokens are routed to other experts",
         "If the model has experts, replay the engine's routing (routed_experts, docs/megatron.md), or drop the tokens "
-        "with a "
-        "correction that rejects. In a dense model, compare the kernels, and the samples in which the tokens crowd.",
+        "with a correction that rejects. In a dense model, compare the kernels, and the samples in which the tokens "
+        "crowd.",
     ),
     "dropout": Cause(
         "the trainer is in training mode (dropout)",

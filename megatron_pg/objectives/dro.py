@@ -10,8 +10,8 @@ def dro(tokens: Tokens, parameters: Parameters) -> Tensor:
 
         loss = -A log π + (beta / 2) (log r)²,   gradient -A + beta log r,   beta = dro_beta
 
-    It is the paper's regression (beta / 2) (log r - A / beta)², up to a constant, by token. Kimi k1.5 (arXiv 2501.12599)
-    squares the sum of log r over the sequence instead.
+    It is the paper's regression (beta / 2) (log r - A / beta)², up to a constant, by token. Kimi k1.5 (arXiv
+    2501.12599) squares the sum of log r over the sequence instead.
 
     Source: Offline Regularised Reinforcement Learning for LLMs Alignment (DRO), arXiv 2405.19107.
     """

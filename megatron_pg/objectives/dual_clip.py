@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_pg.objectives.grpo import grpo
+from megatron_pg.objectives.grpo import grpo, outside  # noqa: F401, found by name
 from megatron_pg.objectives.interface.tokens import Parameters, Tokens, bounded
 
 

@@ -20,7 +20,7 @@ def gmpo(tokens: Tokens, parameters: Parameters) -> Tensor:
     return -ratio(tokens.sequence_average) * tokens.sequence_advantages
 
 
-def clipped(tokens: Tokens, parameters: Parameters) -> Tensor:
+def averaged(tokens: Tokens, parameters: Parameters) -> Tensor:
     """[T] log r of each token, clipped on the side towards which A moves it: what is averaged over its sequence."""
     raised, lowered = (
         bounded(tokens.log_ratios, high=parameters.gmpo_eps_high),

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from megatron_pg.objectives.grpo import clipped_surrogate
+from megatron_pg.objectives.gspo import outside  # noqa: F401, found by name
 from megatron_pg.objectives.interface.tokens import Parameters, Tokens
 
 

@@ -9,9 +9,11 @@ from megatron_pg.objectives.interface.tokens import Parameters, Tokens
 def ipo(tokens: Tokens, parameters: Parameters) -> Tensor:
     """Loss of each token; the band has no regard to the sign of A, and the pull acts outside of it too.
 
-        loss = -r A + tau (log r)²   where -ipo_delta_low <= π - π_old <= ipo_delta_high,   else tau (log r)²,   tau = ipo_tau
+        loss = -r A + tau (log r)²   where -ipo_delta_low <= π - π_old <= ipo_delta_high,   else tau (log r)²
+        tau = ipo_tau
 
-    Source: INTELLECT Policy Optimization, the loss of prime-rl. Its later releases drop a token by the sign of A, as dppo_tv.
+    Source: INTELLECT Policy Optimization, the loss of prime-rl. Its later releases drop a token by the sign of A, as
+    dppo_tv.
     """
     above, below = outside(tokens, parameters)
     nothing = 0 * tokens.advantages  # but of one that is not finite, which stays visible

@@ -145,21 +145,21 @@ def exchange(
     Without a group this process alone is counted.
     """
     rank = 0 if group is None else torch.distributed.get_rank(group)
-    own = [_own_units(local, rule, kind, rank) for kind in KINDS.values()]
-    deal = _Deal(torch.cat([units.rows for units in own]), group)
+    held = [_own_units(local, rule, kind, rank) for kind in KINDS.values()]
+    deal = _Deal(torch.cat([units.rows for units in held]), group)
     owned = [_owned_units(deal.rows, kind) for kind in KINDS.values()]
-    answers = deal.answered(_answers(deal.rows, owned)).split([len(units.rows) for units in own])
+    answers = deal.answered(_answers(deal.rows, owned)).split([len(units.rows) for units in held])
     strays = _strays(owned, rule)
     of_rollouts = owned[0].facts, *of_environments(owned[0].facts, environments)
-    sums = _combined(_sums(local, rule, rank, own, owned, of_rollouts), ReduceOp.SUM, group)
-    largest = _combined(_largest(own, of_rollouts, strays), ReduceOp.MAX, group)
-    mixed, *found = _first_strays(strays, largest[-1], group)
+    sums = _combined(_sums(local, rule, rank, held, owned, of_rollouts), ReduceOp.SUM, group)
+    largest = _combined(_largest(held, of_rollouts, strays), ReduceOp.MAX, group)
+    mixed, *firsts = _first_strays(strays, largest[-1], group)
     num_trained, num_positions, num_response_tokens, num_missing, balance = sums[0].tolist()
     return WholeStep(
         units={
             kind: _units(answer[units.of_held], of_sums, of_largest)
             for kind, units, answer, of_sums, of_largest in zip(
-                KINDS.values(), own, answers, sums[4:], largest[1:-1], strict=True
+                KINDS.values(), held, answers, sums[4:], largest[1:-1], strict=True
             )
         },
         tokens=sums[1].tolist(),
@@ -170,11 +170,11 @@ def exchange(
         is_balanced=balance % MODULUS == 0,
         facts=SampleFacts.of(sums[2], largest[0], sums[3], environments),
         conflicting={
-            field: stray for field, stray in zip(rule.one_per_rollout, found, strict=False) if stray is not None
+            field: stray for field, stray in zip(rule.one_per_rollout, firsts, strict=False) if stray is not None
         },
         divided={
             kind: stray
-            for kind, stray in zip(rule.undivided, found[len(rule.one_per_rollout) :], strict=True)
+            for kind, stray in zip(rule.undivided, firsts[len(rule.one_per_rollout) :], strict=True)
             if stray is not None
         },
         mixed=mixed,
@@ -268,42 +268,42 @@ def _owned_units(rows: Tensor, kind: int) -> _OwnedUnits:
 
 def _answers(rows: Tensor, owned: Sequence[_OwnedUnits]) -> Tensor:
     """[n, C] for all received rows: the tokens of their units."""
-    found = torch.zeros(len(rows), rows.shape[1] - _TOKENS - UNIT_COLUMNS, dtype=torch.int64)
+    answers = torch.zeros(len(rows), rows.shape[1] - _TOKENS - UNIT_COLUMNS, dtype=torch.int64)
     for units in owned:
-        found[units.places] = units.totals[units.inverse].clamp(min=0)
-    return found
+        answers[units.places] = units.totals[units.inverse].clamp(min=0)
+    return answers
 
 
 def _sums(
     local: LocalTable,
     rule: PlanRule,
     rank: int,
-    own: Sequence[_OwnUnits],
+    held: Sequence[_OwnUnits],
     owned: Sequence[_OwnedUnits],
     of_rollouts: Sequence[Tensor],
 ) -> list[Tensor]:
     """Integers to sum over the ranks; `of_rollouts`: facts of all owned rollouts, then by environment."""
     balance = sum(share.balance(rank) for share in local.shares) % MODULUS
     num_trained = int(local.rows[:, rule.any_term].clamp(min=0).sum())
-    found = [
+    parts = [
         torch.tensor([num_trained, local.num_positions, local.num_response_tokens, local.num_missing, balance]),
         local.rows[:, rule.counted].clamp(min=0).sum(dim=0),
         torch.cat([fact_sums(rollouts) for rollouts in of_rollouts]),
         count_groups(owned[-1].facts),
     ]
-    for mine, units in zip(own, owned, strict=True):
+    for mine, units in zip(held, owned, strict=True):
         counts = [(units.totals >= 0).sum(dim=0), (units.totals > 0).sum(dim=0)]
-        found.append(torch.cat([*counts, torch.tensor([len(units.totals), _count_brought(mine)])]))
-    return found
+        parts.append(torch.cat([*counts, torch.tensor([len(units.totals), _count_brought(mine)])]))
+    return parts
 
 
 def _count_brought(units: _OwnUnits) -> int:
     return int((units.rows[:, _PLACE] != _NOWHERE).sum())
 
 
-def _largest(own: Sequence[_OwnUnits], of_rollouts: Sequence[Tensor], strays: Sequence[Stray]) -> list[Tensor]:
+def _largest(held: Sequence[_OwnUnits], of_rollouts: Sequence[Tensor], strays: Sequence[Stray]) -> list[Tensor]:
     """Numbers to take the maximum of over the ranks."""
-    counts = [float(_count_brought(units)) for units in own]
+    counts = [float(_count_brought(units)) for units in held]
     sets = [torch.tensor([n, -n if n else -torch.inf], dtype=torch.float64) for n in counts]
     first = torch.tensor([-stray.sample for stray in strays], dtype=torch.float64)
     return [torch.cat([largest_facts(rollouts) for rollouts in of_rollouts]), *sets, first]
@@ -326,9 +326,9 @@ def _strays(owned: Sequence[_OwnedUnits], rule: PlanRule) -> list[Stray]:
     """The first strays on this rank: rollouts of two prompts, two values of a field, units that must not be divided."""
     rows = {kind: units.rows[units.rows[:, _PLACE] != _NOWHERE] for kind, units in zip(KINDS, owned, strict=True)}
     rollouts = rows["rollout_id"]
-    found = [_stray(rollouts, rollouts[:, _PART])]
-    found += [_conflict(rollouts, ONE_PER_ROLLOUT[field] - UNIT_COLUMNS) for field in rule.one_per_rollout]
-    return found + [_stray(rows[kind], rows[kind][:, _PLACE] >> 32) for kind in rule.undivided]
+    first = [_stray(rollouts, rollouts[:, _PART])]
+    first += [_conflict(rollouts, ONE_PER_ROLLOUT[field] - UNIT_COLUMNS) for field in rule.one_per_rollout]
+    return first + [_stray(rows[kind], rows[kind][:, _PLACE] >> 32) for kind in rule.undivided]
 
 
 def _conflict(rows: Tensor, column: int) -> Stray:
@@ -349,10 +349,10 @@ def _stray(rows: Tensor, parts: Tensor) -> Stray:
     return Stray(*rows[[apart[0], first[apart[0]]], _PLACE].tolist())
 
 
-def _first_strays(own: Sequence[Stray], largest: Tensor, group: ProcessGroup | None) -> list[Stray | None]:
+def _first_strays(strays: Sequence[Stray], largest: Tensor, group: ProcessGroup | None) -> list[Stray | None]:
     """The first stray of each kind over all ranks; a further collective on every rank if there is any."""
     if (largest == -_NOWHERE).all():
-        return [None] * len(own)
-    rows = gathered(torch.tensor(own, dtype=torch.int64), group)  # [ranks, sorts, 2]
-    found = [min(Stray(*stray) for stray in column) for column in rows.transpose(0, 1).tolist()]
-    return [None if stray == _NO_STRAY else stray for stray in found]
+        return [None] * len(strays)
+    rows = gathered(torch.tensor(strays, dtype=torch.int64), group)  # [ranks, sorts, 2]
+    firsts = [min(Stray(*stray) for stray in column) for column in rows.transpose(0, 1).tolist()]
+    return [None if stray == _NO_STRAY else stray for stray in firsts]

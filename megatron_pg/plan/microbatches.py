@@ -32,7 +32,7 @@ def count_step(batches: Sequence[PackedBatch], settings: LossSettings, group: Pr
     factors = [token_factors(batch, settings) for batch in batches]
     kept = [
         n
-        for batch, own in zip(batches, factors, strict=True)
-        for n in own.kept_per_sample(batch, settings.objective_tokens)
+        for batch, of_batch in zip(batches, factors, strict=True)
+        for n in of_batch.kept_per_sample(batch, settings.objective_tokens)
     ]
     return CountedStep(local_table_of(batches, settings.plan_rule, group, kept), factors)

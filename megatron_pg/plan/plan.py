@@ -187,18 +187,18 @@ def plan_from_table(
 
 def _plan_terms(rule: PlanRule, count: Callable[..., StepCounts]) -> dict[str, TermPlan]:
     """The plan of every further loss term; on the objective's tokens it counts the same units as the objective."""
-    found, columns = {}, rule.columns
+    plans, columns = {}, rule.columns
     for term in rule.terms[rule.has_objective :]:
         column, denominators = columns[term.tokens], None
-        own = count(column, live_only=rule.live_only and column == TRAINED)
+        counts = count(column, live_only=rule.live_only and column == TRAINED)
         if term.aggregation and term.aggregation != AS_POLICY:
-            denominators = _denominators(replace(own, divisor=term.divisor), term.aggregation)
-        found[term.name] = TermPlan(
+            denominators = _denominators(replace(counts, divisor=term.divisor), term.aggregation)
+        plans[term.name] = TermPlan(
             denominators=denominators,
-            num_tokens=own.num_tokens,
+            num_tokens=counts.num_tokens,
             num_rollouts=count(column, live_only=False).num_rollouts,
         )
-    return found
+    return plans
 
 
 def _name_of(ids: Mapping[int, Sequence[Id | None]], group: ProcessGroup | None, place: int, column: int) -> str:
@@ -215,17 +215,17 @@ def _text_from_owner(text_of: Callable[[int], str], group: ProcessGroup | None, 
 
 def _check_agreement(heads: Sequence[Head]) -> None:
     for name in ("rollout_ids", "prompt_ids"):
-        found = [getattr(head, f"has_{name}") for head in heads]
-        if 1 in found and 0 in found:
+        given = [getattr(head, f"has_{name}") for head in heads]
+        if 1 in given and 0 in given:
             raise StepPlanError(
-                f"data-parallel rank {found.index(1)} has {name} and rank {found.index(0)} has none. Give them on "
+                f"data-parallel rank {given.index(1)} has {name} and rank {given.index(0)} has none. Give them on "
                 "every rank or on none."
             )
-    found = [head.has_sampling_mask for head in heads]
-    if 1 in found and 0 in found:
+    given = [head.has_sampling_mask for head in heads]
+    if 1 in given and 0 in given:
         raise StepPlanError(
-            f"data-parallel rank {found.index(1)} has samples with a sampling mask and rank {found.index(0)} has none, so "
-            "their log-probabilities would be of different distributions. Give it to every rollout or to none."
+            f"data-parallel rank {given.index(1)} has samples with a sampling mask and rank {given.index(0)} has none, "
+            "so their log-probabilities would be of different distributions. Give it to every rollout or to none."
         )
     for rank, head in enumerate(heads):
         if head.num_microbatches != heads[0].num_microbatches:
@@ -262,11 +262,11 @@ def _check_conflicts(
 
 def _values_in_rollout(local: LocalTable, name: str, index: int) -> str:
     """The values of a field in the rollout of a sample here, each with the first sample that has it."""
-    rollouts, found = local.rows[:, ROLLOUT].tolist(), dict[str, str]()
+    rollouts, first_with = local.rows[:, ROLLOUT].tolist(), dict[str, str]()
     for key, sample in zip(rollouts, local.samples or (), strict=True):
         if key == rollouts[index] and (value := getattr(sample, name)) is not None:
-            found.setdefault(shorten(value), sample.sample_id)
-    return " and ".join(f"{value} in sample {label}" for value, label in found.items())
+            first_with.setdefault(shorten(value), sample.sample_id)
+    return " and ".join(f"{value} in sample {label}" for value, label in first_with.items())
 
 
 def _check_shares(is_balanced: bool, shares: Sequence[Share], group: ProcessGroup | None) -> None:

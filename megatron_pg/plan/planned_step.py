@@ -75,8 +75,8 @@ class PlannedStep:
         plan = plan_from_table(table, rule or settings.plan_rule, error=error, group=group)
         starts = _starts(batches)
         fields = [
-            token_weights(batch, plan, start, factors=own, settings=settings)
-            for batch, start, own in zip(batches, starts, factors, strict=True)
+            token_weights(batch, plan, start, factors=of_batch, settings=settings)
+            for batch, start, of_batch in zip(batches, starts, factors, strict=True)
         ]
         return cls(settings=settings, plan=plan, batches=batches, factors=factors, fields=fields)
 

@@ -47,8 +47,8 @@ def without_missing(batch: PackedBatch, settings: LossSettings) -> PackedBatch:
 def _without(sample: Sample, outside: Tensor, settings: LossSettings) -> Sample:
     """The sample without those tokens [R] in the loss terms that read the sampling mask."""
     kept = {name: mask & ~outside for name, mask in _masks_of(sample, settings.over_sampling_mask).items()}
-    own = kept.pop(sample.term, sample.loss_mask)
-    return replace(sample, loss_mask=own, masks={**sample.masks, **kept})
+    loss_mask = kept.pop(sample.term, sample.loss_mask)
+    return replace(sample, loss_mask=loss_mask, masks={**sample.masks, **kept})
 
 
 def check_sampling_masks(samples: Sequence[Sample], settings: LossSettings) -> None:
@@ -60,8 +60,8 @@ def check_sampling_masks(samples: Sequence[Sample], settings: LossSettings) -> N
     for sample, sampling_mask, mask in members(samples, settings):
         if settings.head_mode == "scaled_exp":
             raise ValueError(
-                f"sample {sample.sample_id} has a sampling mask, and --pg-fused-head scaled_exp computes log-probabilities "
-                "over the whole vocabulary only. Use --pg-fused-head forward."
+                f"sample {sample.sample_id} has a sampling mask, and --pg-fused-head scaled_exp computes "
+                "log-probabilities over the whole vocabulary only. Use --pg-fused-head forward."
             )
         check_ids(sampling_mask, mask, sample.sample_id)
         _check_holds(sample, sampling_mask, mask)
@@ -104,7 +104,7 @@ def _check_term(sample: Sample, sampling_mask: RecordedMask, mask: Tensor, term:
     """Refuse a token for which one term reads log π over the sampling mask and another over the whole vocabulary."""
     own = sample.mask_of(term.tokens)
     is_both = mask & (sampling_mask.counts > 0) if own is None else mask & (sampling_mask.counts > 0) & own
-    is_alone = term.reads_topk or term.reads_hidden
+    is_alone = term.payload is not None
     if (own is not None or is_alone) and is_both.any():
         raise ValueError(
             f"{term.flag} reads log-probabilities over the whole vocabulary at response token "

@@ -77,7 +77,7 @@ def select_tokens(
     lines = [_Line(identity_of(s), content_of(s, k), p, len(k)) for s, k, p in zip(samples, keys, brought, strict=True)]
     everyones, lines = _gathered_tokens(lines, keys, heads, group)
     step = StepKeys(everyones, [line.length for line in lines], _origins(lines, settings.seed))
-    nothing = TokenSelection(everyones.bool(), None)  # type: ignore[arg-type]  # objectives are not checked for None yet
+    nothing = TokenSelection(everyones.bool(), None)  # type: ignore[arg-type]
     chosen = declared.load_choice()(step, settings.correction) if len(everyones) else nothing
     of_place = dict(zip((line.place for line in lines), chosen.tokens.split(list(step.lengths)), strict=True))
     facts = SelectionFacts(int(chosen.tokens.sum()), len(everyones), chosen.threshold, chosen.num_candidates)
@@ -85,8 +85,8 @@ def select_tokens(
     rows = counted.table.rows.clone()
     kept = [
         n
-        for batch, own in zip(batches, factors, strict=True)
-        for n in own.kept_per_sample(batch, settings.objective_tokens)
+        for batch, of_batch in zip(batches, factors, strict=True)
+        for n in of_batch.kept_per_sample(batch, settings.objective_tokens)
     ]
     mine = [n for n, place in zip(kept, places_of(batches, group), strict=True) if is_brought(place, group)]
     rows[:, KEPT] = torch.tensor(mine, dtype=torch.int64)
@@ -126,13 +126,13 @@ def _gathered_tokens(
     of_lines = torch.tensor(lines, dtype=torch.int64).flatten()
     of_keys = torch.cat([torch.zeros(0, dtype=torch.float64), *keys]).view(torch.int64)
     row[: len(of_lines) + len(of_keys)] = torch.cat([of_lines, of_keys])
-    found: list[tuple[_Line, Tensor]] = []
+    keyed: list[tuple[_Line, Tensor]] = []
     for values, (num_samples, num_tokens) in zip(gathered(row, group), sizes.tolist(), strict=True):
-        theirs = [_Line(*line) for line in values[: num_samples * width].view(-1, width).tolist()]
+        of_rank = [_Line(*line) for line in values[: num_samples * width].view(-1, width).tolist()]
         bits = values[num_samples * width :][:num_tokens]
-        found += zip(theirs, bits.view(torch.float64).split([line.length for line in theirs]), strict=True)
-    found.sort(key=lambda each: each[0])
-    return torch.cat([torch.zeros(0, dtype=torch.float64), *(k for _, k in found)]), [line for line, _ in found]
+        keyed += zip(of_rank, bits.view(torch.float64).split([line.length for line in of_rank]), strict=True)
+    keyed.sort(key=lambda each: each[0])
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *(k for _, k in keyed)]), [line for line, _ in keyed]
 
 
 def _origins(lines: Sequence[_Line], seed: int) -> list[int]:
@@ -142,15 +142,15 @@ def _origins(lines: Sequence[_Line], seed: int) -> list[int]:
 
 def _masks(batches: Sequence[PackedBatch], of_place: dict[int, Tensor], group: ProcessGroup | None) -> list[Tensor]:
     """[sum of R] bool of each micro-batch: the selected tokens."""
-    places, found = iter(places_of(batches, group)), []
+    places, masks = iter(places_of(batches, group)), []
     for batch in batches:
         parts = [torch.zeros(0, dtype=torch.bool)]
         for sample, place in zip(batch.samples, places, strict=False):
             parts.append(torch.zeros_like(sample.loss_mask))
             if place in of_place:
                 parts[-1][sample.loss_mask] = of_place[place]
-        found.append(torch.cat(parts))
-    return found
+        masks.append(torch.cat(parts))
+    return masks
 
 
 def _with_choice(
@@ -161,8 +161,8 @@ def _with_choice(
 ) -> list[TokenFactors]:
     """The factors of the tokens with the selection."""
     if declared.penalises:
-        return [replace(own, penalised=chosen) for own, chosen in zip(factors, masks, strict=True)]
+        return [replace(of_batch, penalised=chosen) for of_batch, chosen in zip(factors, masks, strict=True)]
     return [
-        replace(own, corrections=(~chosen).double(), kept=batch.mask_of(POLICY) & ~chosen)
-        for batch, own, chosen in zip(batches, factors, masks, strict=True)
+        replace(of_batch, corrections=(~chosen).double(), kept=batch.mask_of(POLICY) & ~chosen)
+        for batch, of_batch, chosen in zip(batches, factors, masks, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""What the validated arguments say about the loss."""
+"""The loss that the validated arguments describe."""
 
 from argparse import Namespace
 from dataclasses import dataclass, replace
@@ -26,33 +26,33 @@ from megatron_pg.rollouts.fields import POLICY
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """What the validated arguments say about the loss. The same on every rank."""
+    """The loss that the validated arguments describe. The same on every rank."""
 
     aggregation: str
     divisor: float | None
     reducer: CustomReducer | None  # replaces the aggregation for pg_loss
-    per_token: bool  # Megatron's calculate_per_token_loss: which loss scaling
+    per_token: bool  # Megatron's calculate_per_token_loss
     terms: LossTerms
     correction: Correction = NO_CORRECTION
     seed: int = 0  # of a correction's draws
-    denominator: str = "scheduled"  # what the policy term's denominators count
-    terms_of_samples: frozenset[str] = frozenset({POLICY})  # that samples may name, those of weight 0 too
-    sampling_mask_missing: str = "error"  # what a trained token outside its sample's sampling mask is
+    denominator: str = "scheduled"  # what the objective's denominators count
+    terms_of_samples: frozenset[str] = frozenset({POLICY})  # that samples may name, also those of weight 0
+    sampling_mask_missing: str = "error"  # how a trained token outside its sample's sampling mask is treated
     temperature: float
     vocab_size: int | None = None  # columns beyond it are padding
     impl: str  # of log-probabilities and loss
     float32_logits: bool = False
-    head_mode: str | None = None  # of the fused head; None: the model makes its logits
+    head_mode: str | None = None  # of the fused head; None: the model computes logits
     head_backward: str = "bf16"
-    teacher_head: TeacherHead | None = None  # of the teacher whose hidden states samples have
+    teacher_head: TeacherHead | None = None  # of the teacher whose hidden states samples carry
     mtp_depths: int = 0  # of the model's multi-token prediction
     mtp_aggregation: str = "token_mean"  # or "policy"
     metrics: Reduction
-    warns_of_mismatch: bool = True  # when trainer and rollout engine stay apart
+    warns_of_mismatch: bool = True  # while trainer and rollout engine disagree
 
     @classmethod
     def from_args(cls, args: Namespace) -> "LossSettings":
-        """Settings from arguments that `validate_args` has accepted; loads and probes the user's functions (rule E16)."""
+        """Settings from arguments that `validate_args` has accepted; loads and probes the user's functions (E16)."""
         facts = Facts(args)
         path = args.custom_pg_loss_reducer_function_path
         per_token = vars(args).get("calculate_per_token_loss", False)
@@ -61,10 +61,12 @@ class LossSettings:
         )
         anchor = CORRECTIONS[correction.name].anchor
         opsm: dict[str, Any] = {"opsm_anchor": anchor, "opsm_threshold": correction.high} if anchor else {}
-        own = args.pg_custom_objective_path is not None
+        is_custom = args.pg_custom_objective_path is not None
         depths = vars(args).get("mtp_num_layers") or 0
         terms = LossTerms(
-            objective=custom_objective_of(args) if own else objective_of(args.pg_objective, **facts.objective_numbers),
+            objective=custom_objective_of(args)
+            if is_custom
+            else objective_of(args.pg_objective, **facts.objective_numbers),
             **opsm,
             further=facts.further,
             has_objective=facts.has_objective,
@@ -99,7 +101,7 @@ class LossSettings:
 
     @property
     def kernel(self) -> str:
-        """`impl`, and the path that losses take on this GPU."""
+        """`impl`, and the path of the losses on this GPU."""
         if self.impl != "triton" or (device := chosen("triton").device).type == "cpu":
             return self.impl
         from megatron_pg.kernels.triton.loss import path_on  # torch alone must not need Triton
@@ -118,15 +120,15 @@ class LossSettings:
 
     @property
     def over_sampling_mask(self) -> tuple[str, ...]:
-        """The loss terms at whose tokens a term reads the policy that was sampled from, which is over a token's sampling mask."""
+        """The loss terms whose tokens need a sampling mask: a term there reads the policy over the mask."""
         keeps = self.terms.sampling_mask_entropy == "kept"
         readers = [t for t in self.terms.all if t.is_over_sampling_mask or (keeps and t.kind == "entropy")]
         return tuple(dict.fromkeys(term.tokens for term in readers))
 
     @property
     def plan_rule(self) -> PlanRule:
-        """What a step is planned for; for a custom reducer only N_r and T are counted."""
-        step_mean = STEP_MEANS[self.per_token]  # what the per-token flag by itself means
+        """What a step counts; for a custom reducer, only N_r and T."""
+        step_mean = STEP_MEANS[self.per_token]  # the mean that the per-token flag alone gives
         shares_weights = self.reducer is None and self.denominator != "kept" and self.terms.has_objective
         weights = OBJECTIVE.tokens, self.aggregation, self.divisor
         return PlanRule(
@@ -156,7 +158,7 @@ def metrics_of(
 def features_of(
     terms: LossTerms, correction: Correction, mtp_depths: int = 0, *, masks_missing: bool = False
 ) -> frozenset[str]:
-    """What the loss has, by the names under which metrics ask for it."""
+    """What the loss contains, under the names that metrics ask for."""
     selects = CORRECTIONS[correction.name].selection is not None
     features = {
         "clip": terms.objective.outside is not None,
@@ -174,13 +176,13 @@ def features_of(
 def _teacher_head(args: Namespace) -> TeacherHead:
     head = TeacherHead.of(args.pg_teacher_head)
     columns = args.pg_vocab_size or vars(args).get("padded_vocab_size")
-    if columns is not None:  # else the model says it
+    if columns is not None:  # else the model checks it
         head.check_vocabulary(columns)
     return head
 
 
 def _impl(args: Namespace) -> str:
-    if args.pg_kernel == "torch":  # needs no GPU, so none is touched: a process that only plans may have none
+    if args.pg_kernel == "torch":  # no GPU is touched: a process that only plans may have none
         return "torch"
     choice = chosen(args.pg_kernel)
     if args.pg_fused_head == "scaled_exp" and choice.kernel == "triton" and choice.device.type == "cuda":

@@ -1,6 +1,6 @@
-"""This rank's part of the step's exchange: one row of integers per sample.
+"""What a rank contributes to the exchange of a step: one row of integers per sample.
 
-What a step counts, and from where: loss terms, units, facts of samples, depths of multi-token prediction.
+A step counts tokens of loss terms and of the depths of multi-token prediction, units, and facts of samples.
 """
 
 import hashlib
@@ -21,26 +21,26 @@ from megatron_pg.rollouts.fields import POLICY, Id, is_number, plain
 from megatron_pg.rollouts.printable import shorten
 from megatron_pg.rollouts.sample import Sample
 
-MODULUS = 2**44  # of sums of digests, which integers of 64 bits hold for 2^19 ranks
-TRAINED, ROLLOUT, PROMPT, KEPT = range(4)  # columns of a table
-WIDTH = 4 + COLUMNS  # of a row of the table, but for tokens of loss terms and depths
+MODULUS = 2**44  # of sums of digests: 64-bit integers hold them for 2^19 ranks
+TRAINED, ROLLOUT, PROMPT, KEPT = range(4)  # columns of the table
+WIDTH = 4 + COLUMNS  # of a row without the tokens of further loss terms and of depths
 FACTS = slice(4, WIDTH)
-_SURELY_DRAWN_ONCE = -20.0  # nats: a step in a billion has such samples twice
+_SURELY_DRAWN_ONCE = -20.0  # nats: such samples are drawn twice in one step of a billion
 _MOST_TOKENS = 2**40  # of a sample: totals of 4 million samples are exact in 64 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRule:
-    """What a step is planned for. The same on every rank."""
+    """What a step counts, and how it weighs tokens. The same on every rank."""
 
     aggregation: str
     divisor: float | None = None  # L
-    denominator: str = "scheduled"  # what denominators count; loss terms count trained tokens under `kept` too
+    denominator: str = "scheduled"  # what denominators count; further loss terms count trained tokens under `kept` too
     over_sampling_mask: tuple[str, ...] = (POLICY,)  # the loss terms at whose tokens a sampling mask is read
     terms: tuple[LossTerm, ...] = (OBJECTIVE,)  # the objective first, unless it is dropped
     undivided: tuple[str, ...] = ()  # kinds of units ("rollout_id", "prompt_id") that may not lie on two ranks
-    numbers_may_repeat: bool = True  # a rank may have numbered its samples anew; False: one process has numbered all
-    one_per_rollout: tuple[str, ...] = tuple(ONE_PER_ROLLOUT)  # fields with one value; of others the largest counts
+    numbers_may_repeat: bool = True  # two ranks may give the same id; False: one process has numbered all samples
+    one_per_rollout: tuple[str, ...] = tuple(ONE_PER_ROLLOUT)  # fields with one value; of others, the largest counts
     depths: int = 0  # of multi-token prediction
     depth_aggregation: str = STEP_MEANS[True]  # of its cross-entropies
 
@@ -66,7 +66,7 @@ class PlanRule:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Those of `tokens` that are not the objective's; each has its own column after the facts."""
+        """Those of `tokens` that are not the objective's; each has a column after the facts."""
         return self.tokens[self.has_objective :]
 
     @property
@@ -81,7 +81,7 @@ class PlanRule:
 
     @property
     def counted(self) -> list[int]:
-        """[C] the columns of tokens that are counted by units: trained, kept, of each of `others`, of each depth."""
+        """[C] the columns whose tokens are counted per unit: trained, kept, each of `others`, each depth."""
         return [TRAINED, KEPT, *(column for column in range(WIDTH, self.width) if column != self.any_term)]
 
     @property
@@ -93,38 +93,38 @@ class PlanRule:
 
 @dataclass(frozen=True, slots=True)
 class SelectionFacts:
-    """What a correction has chosen of the step."""
+    """How many tokens of the step a correction selected."""
 
     num_selected: int
     num_tokens: int  # T
-    threshold: float | None  # the key at which the choice ends
-    num_candidates: int | None  # that were drawn from
+    threshold: float | None  # the key of the last selected token
+    num_candidates: int | None  # tokens from which it drew
 
     @property
     def fraction(self) -> float:
-        """Of the step's tokens."""
+        """Selected tokens over tokens of the step."""
         return self.num_selected / self.num_tokens
 
 
 class Share(NamedTuple):
-    """What a rank has of a micro-batch that is cut over ranks of its own."""
+    """What a rank holds of a micro-batch that is cut over its own context-parallel ranks."""
 
-    first: int  # of the ranks, which brings the samples
+    first: int  # of the ranks: it counts the samples
     size: int
     digest: int  # of the whole micro-batch and its place in the step
 
     def balance(self, rank: int) -> int:
-        """What adds up to 0 over the ranks where all have the same."""
+        """A number whose sum over the ranks is 0 if all hold the same."""
         return self.digest * (self.size - 1 if rank == self.first else -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalTable:
-    """This rank's part of the exchange: one row per sample.
+    """What this rank contributes to the exchange: one row per sample.
 
-    Its columns are the objective's trained tokens, rollout key, prompt key, kept tokens, facts; where loss terms have tokens of their
-    own, those of each and of all together; n_d of each depth of multi-token prediction. A count is -1 where the sample is not of the
-    loss term: 0 tokens are counted as a unit.
+    Its columns are the objective's trained tokens, rollout key, prompt key, kept tokens, facts; the tokens of each loss
+    term that has its own, and of all terms together; n_d of each depth of multi-token prediction. A count is -1 where
+    the sample is not of the loss term; a sample with 0 tokens counts as a unit.
     """
 
     rows: Tensor  # [S, width] int64
@@ -132,15 +132,15 @@ class LocalTable:
     has_prompt_ids: bool
     num_positions: int
     num_response_tokens: int
-    held: Tensor  # [n, 2] int64, rollout and prompt keys of all samples here, brought by another rank or by this one
+    held: Tensor  # [n, 2] int64, rollout and prompt keys of all samples here, whichever rank counts them
     num_microbatches: int = 1
     num_missing: int = 0  # of `PackedBatch`
-    has_sampling_mask: int = -1  # of the rollouts at which it is read: 1 or 0; -1 without any, or where it is not known
+    has_sampling_mask: int = -1  # whether rollouts that need one have one: 1 or 0; -1: no such rollout, or unknown
     ids: dict[int, Sequence[Id | None] | None] = field(default_factory=dict)  # by column: what the keys stand for
-    content: int = 0  # digest of its samples; 0: not to be compared with other ranks'
+    content: int = 0  # digest of its samples; 0: not compared between ranks
     environments: tuple[str, ...] = ()  # of the objective's samples, each name once
-    samples: Sequence[Sample] | None = None  # None: nothing is known but what is in the rows
-    shares: tuple[Share, ...] = ()  # of the micro-batches that are cut over ranks of their own
+    samples: Sequence[Sample] | None = None  # None: only the rows are known
+    shares: tuple[Share, ...] = ()  # of the micro-batches that are cut over their own ranks
     selection: SelectionFacts | None = None  # the same on every rank
 
 
@@ -154,16 +154,17 @@ def table_of_counts(
     further: Tensor | None = None,
     own: Tensor | None = None,
 ) -> LocalTable:
-    """`further`: [S, ...] int64, the columns behind kept tokens; `own`: [S] int64, keys of samples without a rollout."""
+    """A table from token counts and ids.
+
+    `further`: [S, ...] int64, the columns after the kept tokens; `own`: [S] int64, keys of samples without a rollout.
+    """
     _check_aggregation(rule.aggregation, rule.divisor)
     size, total = len(counts), int(counts.clamp(min=0).sum())
     if rule.needs_prompt_ids:
         missing = [i for i in range(size) if prompt_ids is None or (i < len(prompt_ids) and prompt_ids[i] is None)]
         if missing:
             raise ValueError(f"prompt_mean needs prompt_ids for every sample; sample {missing[0]} has none")
-    own = (
-        torch.arange(size) + (_rank_of(group) << 32) if own is None else own
-    )  # without ids every sample is a rollout of its own
+    own = torch.arange(size) + (_rank_of(group) << 32) if own is None else own  # without ids each sample is a rollout
     rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
     prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)
     further = torch.zeros(size, COLUMNS, dtype=torch.int64) if further is None else further
@@ -175,7 +176,7 @@ def table_of_counts(
 
 
 def count_positions(positions_per_sample: Sequence[int] | Tensor, size: int) -> int:
-    """Their sum, of `size` samples."""
+    """The sum of `positions_per_sample` over `size` samples."""
     if len(positions_per_sample) != size:
         raise ValueError(
             f"positions_per_sample has {len(positions_per_sample)} entries for {size} samples, so positions cannot be "
@@ -192,20 +193,20 @@ def local_table_of(
 ) -> LocalTable:
     """The table of this rank's micro-batches; `kept_per_sample`: the objective's tokens that no correction rejects.
 
-    A micro-batch that is cut over ranks of its own is counted by the first of them.
+    The first rank of a micro-batch that is cut over its own ranks counts it.
     """
     samples = [sample for batch in batches for sample in batch.samples]
     prompt_ids: Sequence[Id | None] | None = _all_or_none("prompt_id", samples)
     if rule.needs_prompt_ids and prompt_ids is None:
         prompt_ids = [sample.prompt_id for sample in samples]  # names the sample that has none
     rollout_ids, counts = _all_or_none("rollout_id", samples), _tokens_of(batches, rule.tokens[: rule.has_objective])
-    own = places_of(batches, group)
+    places = places_of(batches, group)
     kept = counts if kept_per_sample is None else torch.tensor(kept_per_sample, dtype=torch.int64)
-    further, keys = _further_columns(batches, samples, rule, counts >= 0), torch.tensor(own, dtype=torch.int64)
+    further, keys = _further_columns(batches, samples, rule, counts >= 0), torch.tensor(places, dtype=torch.int64)
     table = table_of_counts(rule, group, counts, rollout_ids, prompt_ids, kept, further, keys)
     rank = _rank_of(group)
     brought = [batch for batch in batches if batch.cp_ranks is None or batch.cp_ranks.first == rank]
-    mine = [i for i, place in enumerate(own) if is_brought(place, group)]
+    mine = [i for i, place in enumerate(places) if is_brought(place, group)]
     return replace(
         table,
         rows=table.rows[mine],
@@ -225,10 +226,10 @@ def local_table_of(
 
 
 def content_of(samples: Sequence[Sample]) -> int:
-    """Digest of a rank's samples, > 0; 0 where other ranks could have drawn equal ones by chance.
+    """Digest of a rank's samples, > 0; 0 where another rank could have drawn equal samples by chance.
 
-    Samples of the same rollouts are never equal by chance, unless all responses are one token. Samples without rollout ids are
-    not where they had a probability below e^-20 together.
+    Samples with rollout ids are equal by chance only if every response is one token. Samples without them are not equal
+    by chance if their common probability is below e^-20.
     """
     if all(sample.rollout_id is not None for sample in samples):
         is_known = any(sample.response_length > 1 for sample in samples)
@@ -247,14 +248,14 @@ def content_of(samples: Sequence[Sample]) -> int:
 
 
 def places_of(batches: Sequence[PackedBatch], group: ProcessGroup | None) -> list[int]:
-    """Of all samples here, in their order: a number that no other sample of the step has, the same wherever the sample is held."""
+    """A number for each sample here, unique in the step and the same on every rank that holds the sample."""
     rank = _rank_of(group)
     firsts = [rank if batch.cp_ranks is None else batch.cp_ranks.first for batch in batches]
     return [(f << 44) + (k << 22) + i for k, f in enumerate(firsts) for i in range(len(batches[k].samples))]
 
 
 def is_brought(place: int, group: ProcessGroup | None) -> bool:
-    """Whether this rank counts the sample; another one does that holds it too."""
+    """Whether this rank counts the sample, not another rank that holds it."""
     return place >> 44 == _rank_of(group)
 
 
@@ -288,8 +289,8 @@ def _all_or_none(name: str, samples: Sequence) -> list[Id] | None:
     missing = [i for i, value in enumerate(ids) if value is None]
     if missing and len(missing) < len(ids):
         raise ValueError(
-            f"sample {samples[missing[0]].sample_id} has no {name} while others of the step have one, so units cannot be "
-            "counted. Give it to every sample or to none."
+            f"sample {samples[missing[0]].sample_id} has no {name} while others of the step have one, so units cannot "
+            "be counted. Give it to every sample or to none."
         )
     return None if missing or not ids else ids
 
@@ -301,9 +302,9 @@ def _has_sampling_mask(samples: Sequence[Sample], terms: Sequence[str]) -> int:
     known = [sample.sampling_mask is not None for sample in members]
     if any(known) and not all(known):
         raise ValueError(
-            f"sample {members[known.index(False)].sample_id} has no sampling mask while others of the step have one, so its log-probabilities would "
-            "be of another distribution than was sampled. Give it to every rollout or to none; a token that was sampled "
-            "from the whole vocabulary has an empty one."
+            f"sample {members[known.index(False)].sample_id} has no sampling mask while others of the step have one, "
+            "so its log-probabilities would be of another distribution than was sampled. Give it to every rollout or "
+            "to none; a token that was sampled from the whole vocabulary has an empty one."
         )
     return int(known[0]) if known else -1
 
@@ -316,7 +317,8 @@ def _check_aggregation(aggregation: str, divisor: float | None) -> None:
     takes_divisor = AGGREGATIONS[aggregation].takes_divisor
     if takes_divisor and not (is_number(divisor := plain(divisor)) and 0 < divisor < float("inf")):
         raise ValueError(
-            f"divisor={shorten(divisor)} of {aggregation} must be a finite number > 0. Set it to a length, for instance 4096."
+            f"divisor={shorten(divisor)} of {aggregation} must be a finite number > 0. Set it to a length, for "
+            "instance 4096."
         )
     if not takes_divisor and divisor is not None:
         raise ValueError(f"divisor={divisor} has no effect with {aggregation}; remove it or choose constant.")
@@ -328,19 +330,20 @@ def needs_prompt_ids(aggregation: str) -> bool:
 
 
 def whole_counts(tokens_per_sample: Sequence[int] | Tensor) -> Tensor:
-    """[S] int64 on the CPU, from what a user gives."""
+    """[S] int64 on the CPU, from a user's values."""
     try:
         counts = torch.as_tensor(tokens_per_sample)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(
-            f"tokens_per_sample={shorten(tokens_per_sample)} are no counts, so totals are unknown. Give whole numbers of trained tokens."
+            f"tokens_per_sample={shorten(tokens_per_sample)} are no counts, so totals are unknown. Give whole numbers "
+            "of trained tokens."
         ) from error
     if counts.numel() == 0:
         return torch.zeros(0, dtype=torch.int64)
     if counts.dtype.is_floating_point or counts.dtype == torch.bool or counts.dim() != 1:
         raise ValueError(
-            f"tokens_per_sample has dtype {counts.dtype} and shape {tuple(counts.shape)}, not [S] integers: counts are exact. "
-            "Give whole numbers of trained tokens."
+            f"tokens_per_sample has dtype {counts.dtype} and shape {tuple(counts.shape)}, not [S] integers: counts are "
+            "exact. Give whole numbers of trained tokens."
         )
     if (counts < 0).any():
         i = int((counts < 0).nonzero()[0])
@@ -350,8 +353,8 @@ def whole_counts(tokens_per_sample: Sequence[int] | Tensor) -> Tensor:
     if (counts > _MOST_TOKENS).any():
         i = int((counts > _MOST_TOKENS).nonzero()[0])
         raise ValueError(
-            f"tokens_per_sample[{i}]={int(counts[i])} is more than {_MOST_TOKENS}, so the totals could overflow 64 bits. Give the number of "
-            "trained tokens."
+            f"tokens_per_sample[{i}]={int(counts[i])} is more than {_MOST_TOKENS}, so the totals could overflow 64 "
+            "bits. Give the number of trained tokens."
         )
     return counts.to(torch.int64).cpu()
 

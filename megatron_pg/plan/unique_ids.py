@@ -86,11 +86,11 @@ def _evidence(keys: Tensor, sizes: Sequence[int], samples: Sequence[Sample], gro
     """
     _, units = torch.unique(_gather(keys, sizes, group), return_inverse=True)
     start = sum(sizes[: torch.distributed.get_rank(group)])
-    own = units[start : start + len(samples)]
+    of_samples = units[start : start + len(samples)]
 
     prompts = torch.tensor([len(sample.tokens) - sample.response_length for sample in samples], dtype=torch.int64)
     shortest = _least(_gather(prompts, sizes, group), units)
-    begins = [_digest(s.tokens[:n]) for s, n in zip(samples, shortest[own].tolist(), strict=True)]
+    begins = [_digest(s.tokens[:n]) for s, n in zip(samples, shortest[of_samples].tolist(), strict=True)]
     of_policy = [sample.num_trained if sample.advantages is not None else 0 for sample in samples]
     advantages = [_first_advantage(s) if n else 0 for s, n in zip(samples, of_policy, strict=True)]
     alike = _is_one(_gather(torch.tensor(begins, dtype=torch.int64), sizes, group), units)

@@ -1,4 +1,4 @@
-"""From counts to weights: what each response token of a micro-batch weighs in the terms of the loss."""
+"""From counts to weights: the weight of each response token of a micro-batch in each loss term."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,21 +17,21 @@ from megatron_pg.plan.sampling_masks import check_sampling_masks
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.reducers.custom import reducer_weights
 from megatron_pg.rollouts.fields import POLICY
-from megatron_pg.rollouts.payloads.topk import TokenSets
+from megatron_pg.rollouts.payloads import PAYLOADS
 from megatron_pg.rollouts.sample import Sample, check_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenFactors:
-    """What is known of a micro-batch's response tokens before anything is exchanged, [sum of R] each."""
+    """What a micro-batch's response tokens get before the exchange, [sum of R] each."""
 
-    reducer: Tensor | None  # float64, what a custom reducer weighs, before 1/N_r or 1/T
-    corrections: Tensor | None  # float64, factor on the policy term; None: data do not decide, or there is none
+    reducer: Tensor | None  # float64, the custom reducer's weights, before 1/N_r or 1/T
+    corrections: Tensor | None  # float64, factor on the policy term; None: no correction, or the model decides it
     kept: Tensor | None  # bool, trained and not rejected; None: every trained token is
     penalised: Tensor  # bool, trained and with the correction's further loss
 
     def kept_per_sample(self, batch: PackedBatch, terms: Sequence[str] = (POLICY,)) -> list[int]:
-        """Tokens of each sample that one of the loss terms trains and no correction rejects; -1 where it is of none of them."""
+        """Each sample's tokens that these loss terms train and no correction rejects; -1: it is of none of them."""
         trained = batch.tokens_of(*terms)
         if self.kept is None:
             return trained
@@ -40,11 +40,11 @@ class TokenFactors:
 
 
 def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
-    """Reducer and correction of a micro-batch; it checks fields and runs the user's code, so the step asks for it first.
+    """Reducer and correction of a micro-batch. It checks fields and runs the user's code, so the step calls it first.
 
     Raises:
-        ValueError: a sample lacks a field that the loss needs, its advantages differ under an objective that has one per
-            sequence, or the reducer weighs its tokens unevenly under an objective that has one loss per sequence.
+        ValueError: a sample lacks a field that the loss needs, its advantages differ under an objective with one per
+            sequence, or the reducer weighs its tokens unevenly under an objective with one loss per sequence.
     """
     check_terms(batch.samples, settings)
     _check_fields(batch, settings)
@@ -65,18 +65,18 @@ def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
 
 
 def _whole(values: Tensor | None, batch: PackedBatch, members: Sequence[Sample]) -> Tensor | None:
-    """[sum of R] of all samples from those of the members, one after the other; 0 for the others."""
+    """[sum of R] over all samples from the members' values, which are joined; 0 for other samples."""
     if values is None or len(members) == len(batch.samples):
         return values
     parts = iter(values.split([sample.response_length for sample in members]))
     is_member = {id(sample) for sample in members}
     nothing = partial(torch.zeros, dtype=values.dtype)
-    found = [next(parts) if id(s) in is_member else nothing(s.response_length) for s in batch.samples]
-    return torch.cat([nothing(0), *found])
+    of_samples = [next(parts) if id(s) in is_member else nothing(s.response_length) for s in batch.samples]
+    return torch.cat([nothing(0), *of_samples])
 
 
 def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
-    """What a loss reads is there, and a log-probability, wherever it has tokens."""
+    """Samples have the fields that a loss term reads, finite at its tokens."""
     needs: list[tuple[str, str, str]] = []  # loss term of the tokens, field, who asks for it
     if field := CORRECTIONS[settings.correction.name].reads:
         needs.append((POLICY, field, f"--pg-correction {settings.correction.name}"))
@@ -91,27 +91,16 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
                 raise ValueError(
                     f"sample {sample.sample_id} has no {name}, which {flag} needs. Give it to every sample, or remove the flag."
                 )
-            if isinstance(values, TokenSets):
-                _check_topk(sample, values, mask, flag)
-                continue
-            if name == "teacher_hidden":  # `Sample` has looked at every trained token
+            if name in PAYLOADS:
+                PAYLOADS[name].check_read(values, mask, sample.sample_id, flag)
                 continue
             if (bad := mask & ~torch.isfinite(values)).any():
                 k = int(bad.nonzero()[0])
                 raise ValueError(
-                    f"{name} of sample {sample.sample_id} is {float(values[k])} at response token {k}, which {flag} reads, so the loss "
-                    "would not be finite. Take the token out of the mask, or repair the value."
+                    f"{name} of sample {sample.sample_id} is {float(values[k])} at response token {k}, which {flag} "
+                    "reads, so the loss would not be finite. Take the token out of the mask, or repair the value."
                 )
             check_range(name, values[mask], sample.sample_id)
-
-
-def _check_topk(sample: Sample, sets: TokenSets, mask: Tensor, flag: str) -> None:
-    """At the tokens of its loss term a teacher names something."""
-    if (bad := mask & (sets.ids < 0).all(dim=1)).any():
-        raise ValueError(
-            f"teacher_topk of sample {sample.sample_id} has no id at response token {int(bad.nonzero()[0])}, which {flag} trains, so nothing "
-            "would be learned from it. Take the token out of the mask, or record the teacher there."
-        )
 
 
 def _check_advantages(samples: Sequence[Sample], objective: str) -> None:
@@ -119,10 +108,11 @@ def _check_advantages(samples: Sequence[Sample], objective: str) -> None:
         if sample.advantages is None:
             continue
         trained = sample.advantages[sample.loss_mask]
-        if len(trained) and trained.max() > trained.min():  # NaN is not more, and is found in the loss
+        if len(trained) and trained.max() > trained.min():  # False for NaN, which the loss reports
             raise ValueError(
-                f"the advantages of sample {sample.sample_id} go from {trained.min():g} to {trained.max():g}, and {objective} has one for "
-                "the whole sequence. Use --pg-objective gspo_token, which has one per token, or give the sample one advantage."
+                f"the advantages of sample {sample.sample_id} go from {trained.min():g} to {trained.max():g}, and "
+                f"{objective} has one for the whole sequence. Use --pg-objective gspo_token, which has one per token, "
+                "or give the sample one advantage."
             )
 
 
@@ -131,12 +121,13 @@ def _asked_by(term: LossTerm) -> str:
 
 
 def check_terms(samples: Sequence[Sample], settings: LossSettings) -> None:
-    """Refuse tokens of a loss term that is not declared: they would silently train nothing."""
+    """Refuse tokens of a loss term that is not declared: nothing would be learned from them."""
     for sample in samples:
         if unknown := sorted({sample.term, *sample.masks} - settings.terms_of_samples):
             raise ValueError(
-                f"sample {sample.sample_id} has tokens of the loss term {unknown[0]}, which no flag declares, so nothing would be learned from "
-                f"them. Add --pg-term {unknown[0]}:ce or another kind ({unknown[0]}:ce,weight=0 leaves them out), or rename the term."
+                f"sample {sample.sample_id} has tokens of the loss term {unknown[0]}, which no flag declares, so "
+                f"nothing would be learned from them. Add --pg-term {unknown[0]}:ce or another kind "
+                f"({unknown[0]}:ce,weight=0 leaves them out), or rename the term."
             )
 
 
@@ -156,8 +147,9 @@ def _reducer_weights(samples: Sequence[Sample], settings: LossSettings) -> Tenso
             trained = part[sample.loss_mask]
             if len(trained) and trained.max() - trained.min() > 1e-6 * trained.abs().max():
                 raise ValueError(
-                    f"the custom reducer weighs the tokens of sample {sample.sample_id} unevenly, and {objective.name} has one loss for the "
-                    "whole sequence. Use --pg-objective gspo_token, or a reducer with one weight per sample."
+                    f"the custom reducer weighs the tokens of sample {sample.sample_id} unevenly, and {objective.name} "
+                    "has one loss for the whole sequence. Use --pg-objective gspo_token, or a reducer with one weight "
+                    "per sample."
                 )
     return weights
 
@@ -165,7 +157,9 @@ def _reducer_weights(samples: Sequence[Sample], settings: LossSettings) -> Tenso
 def token_weights(
     batch: PackedBatch, plan: StepPlan, first_sample: int, *, factors: TokenFactors, settings: LossSettings
 ) -> dict[str, Tensor]:
-    """[sum of R] each: what the step adds to a micro-batch's fields, by its name in `TokenFields.per_token`; weights are 0 where masked.
+    """What the step adds to a micro-batch's fields, [sum of R] each, by name in `TokenFields.per_token`.
+
+    Weights are 0 at masked tokens.
 
     Args:
         batch: the micro-batch.
@@ -186,11 +180,9 @@ def token_weights(
         found |= {"mask": batch.mask_of(*settings.trained), f"{POLICY}.mask": policy}
     if any(sample.sampling_mask is not None for sample in batch.samples):
         found["sampling_mask"] = batch.mask_of(*settings.over_sampling_mask)
-    if settings.terms.reads_topk:
-        found["teacher_topk"] = batch.mask_of(*(s.tokens for s in settings.terms.further if s.reads_topk))
-    if settings.terms.whole_form is not None:
-        found["teacher_hidden"] = batch.mask_of(*(s.tokens for s in settings.terms.further if s.reads_hidden))
-    for name in settings.terms.reads - {"teacher_topk", "teacher_hidden"}:
+    for payload in dict.fromkeys(term.payload for term in settings.terms.further if term.payload):
+        found[payload] = batch.mask_of(*(t.tokens for t in settings.terms.further if t.payload == payload))
+    for name in settings.terms.reads - PAYLOADS.keys():
         if all(
             getattr(sample, name) is None for sample in batch.samples
         ):  # a micro-batch without a token that reads it is one of the same loss
@@ -206,7 +198,7 @@ def token_weights(
 
 
 def depth_weights(batch: PackedBatch, plan: StepPlan, first_sample: int, *, settings: LossSettings) -> list[Tensor]:
-    """[sum of R] float64 for each of the N depths of multi-token prediction: mask / (N d), of tokens that the depth can predict."""
+    """[sum of R] float64 for each of the N depths of multi-token prediction: mask / (N d) at tokens it can predict."""
     depths, mask = plan.depth_denominators, batch.mask_of(*settings.trained)
     return [mask / (len(depths) * _per_token(batch, each, first_sample)) for each in depths]
 

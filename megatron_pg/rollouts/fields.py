@@ -69,11 +69,11 @@ def _are_masks(value: Any) -> bool:
 
 def _are_tokens(value: Any) -> bool:
     """Whether it is a list of token ids. Lists are long: built-in functions check their items here and below."""
-    return _holds(value, {int}) and (not value or (min(value) >= 0 and max(value) < 2**31))
+    return _is_list_of(value, {int}) and (not value or (min(value) >= 0 and max(value) < 2**31))
 
 
 def _are_numbers(value: Any) -> bool:
-    return _holds(value, {int, float}) and all(map(sys.float_info.max.__ge__, map(abs, value)))
+    return _is_list_of(value, {int, float}) and all(map(sys.float_info.max.__ge__, map(abs, value)))
 
 
 def _are_token_sets(value: Any) -> bool:
@@ -84,7 +84,7 @@ def _are_token_sets(value: Any) -> bool:
         and all(isinstance(v, list) for v in value.values())
     ):
         return False
-    return all(_holds(row, {int}) for row in value["ids"]) and all(map(_are_numbers, value["logprobs"]))
+    return all(_is_list_of(row, {int}) for row in value["ids"]) and all(map(_are_numbers, value["logprobs"]))
 
 
 def _are_states(value: Any) -> bool:
@@ -97,18 +97,20 @@ def _are_states(value: Any) -> bool:
 def _is_sampling_mask(value: Any) -> bool:
     """Whether it is two lists of integers; `Sample` checks their content."""
     return (
-        isinstance(value, dict) and set(value) == {"ids", "offsets"} and all(_holds(v, {int}) for v in value.values())
+        isinstance(value, dict)
+        and set(value) == {"ids", "offsets"}
+        and all(_is_list_of(v, {int}) for v in value.values())
     )
 
 
 def _are_experts(value: Any) -> bool:
     """Whether it is a list per token, of lists per layer, of integers; `Sample` checks shape and range."""
     return isinstance(value, list) and all(
-        isinstance(token, list) and all(_holds(layer, {int}) for layer in token) for token in value
+        isinstance(token, list) and all(_is_list_of(layer, {int}) for layer in token) for token in value
     )
 
 
-def _holds(value: object, kinds: set[type]) -> bool:
+def _is_list_of(value: object, kinds: set[type]) -> bool:
     return isinstance(value, list) and set(map(type, value)) <= kinds
 
 
@@ -140,8 +142,8 @@ FIELDS = {
     "data_parallel_rank": Field(lambda value: is_int(value) and 0 <= value < 2**31, is_required=False, is_origin=True),
 }
 OLD_NAMES = {"stream": "term", "support": "sampling_mask"}  # of versions before 3
-REQUIRED = tuple(name for name, each in FIELDS.items() if each.is_required)
+REQUIRED = tuple(name for name, field in FIELDS.items() if field.is_required)
 REQUIRED_OF_ALL = tuple(name for name in REQUIRED if not FIELDS[name].is_of_policy)
-OPTIONAL = tuple(name for name, each in FIELDS.items() if each.is_per_token and not each.is_required)
-ORIGINS = tuple(name for name, each in FIELDS.items() if each.is_origin)
-LOGPROBS = tuple(name for name, each in FIELDS.items() if each.is_logprob)
+OPTIONAL = tuple(name for name, field in FIELDS.items() if field.is_per_token and not field.is_required)
+ORIGINS = tuple(name for name, field in FIELDS.items() if field.is_origin)
+LOGPROBS = tuple(name for name, field in FIELDS.items() if field.is_logprob)

@@ -126,8 +126,8 @@ class RolloutWriter:
 
 def version_of(samples: Sequence[Sample]) -> int:
     """The first version of the format with all their fields."""
-    later = [(each.since, name) for name, each in FIELDS.items() if each.since > VERSIONS[0]]
-    return max((since for since, name in later if any(_has(each, name) for each in samples)), default=VERSIONS[0])
+    later = [(field.since, name) for name, field in FIELDS.items() if field.since > VERSIONS[0]]
+    return max((since for since, name in later if any(_has(sample, name) for sample in samples)), default=VERSIONS[0])
 
 
 def lower_version(path: str | Path, version: int) -> None:
@@ -178,8 +178,8 @@ def sample_of(record: dict, sample_id: str) -> Sample:
     if unknown := [name for name in extra if not name.startswith("x_")]:
         hint = f"did you mean {OLD_NAMES[unknown[0]]}?" if unknown[0] in OLD_NAMES else "is it misspelt?"
         raise ValueError(f"unknown field {shorten(unknown[0])}; {hint} Your own fields begin with x_.")
-    for name, each in FIELDS.items():
-        if name in record and not each.accepts(record[name]):
+    for name, field in FIELDS.items():
+        if name in record and not field.accepts(record[name]):
             raise ValueError(f"{name}={shorten(record[name])} has the wrong type or range; see docs/rollout_file.md.")
     given = {name: record[name] for name in FIELDS if name in record}
     return Sample.build(**given, sample_id=sample_id, extra=extra)

@@ -56,7 +56,7 @@ def _renamed(record: dict) -> dict:
 @functools.cache
 def _since(version: int) -> frozenset[str]:
     """The fields of later versions."""
-    return frozenset(name for name, each in FIELDS.items() if each.since > version)
+    return frozenset(name for name, field in FIELDS.items() if field.since > version)
 
 
 def raw_lines(

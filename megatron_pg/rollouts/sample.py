@@ -210,13 +210,13 @@ class Sample:
             **{name: rest.pop(name, None) for name in OPTIONAL},
         }
         vectors: dict[str, Any] = {
-            name: _vector("advantage" if name == "advantages" else name, each, label, (int, float))
-            for name, each in given.items()
-            if each is not None
+            name: _vector("advantage" if name == "advantages" else name, values, label, (int, float))
+            for name, values in given.items()
+            if values is not None
         }
         if isinstance(masks := rest.get("masks"), Mapping):
             rest["masks"] = {
-                name: _mask(f"masks[{shorten(name)}]", each, length, label) for name, each in masks.items()
+                name: _mask(f"masks[{shorten(name)}]", given_mask, length, label) for name, given_mask in masks.items()
             }
         for name, payload in PAYLOADS.items():
             if rest.get(name) is not None:
@@ -274,17 +274,17 @@ def _label(name: Any) -> str:
 
 def _vector(name: str, values: Any, label: str, kinds: tuple[type, ...]) -> Tensor:
     """[n] float64, or int64 where only integers have a meaning, from a list, an array or a tensor of these kinds."""
-    dtype, found = torch.int64 if kinds == (int,) else torch.float64, set()
+    dtype, types = torch.int64 if kinds == (int,) else torch.float64, set()
     is_tensor = isinstance(values, Tensor)
     try:
         if isinstance(values, np.ndarray) and values.dtype != object:
             values = torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
         if isinstance(values, Tensor):
-            found = {type(torch.zeros((), dtype=values.dtype, device="cpu").item())}
+            types = {type(torch.zeros((), dtype=values.dtype, device="cpu").item())}
         else:
             values = _plain_list(values)
-            found = set(map(type, values))
-        if found <= set(kinds) or len(values) == 0:
+            types = set(map(type, values))
+        if types <= set(kinds) or len(values) == 0:
             # copied, because the caller may reuse a buffer; an array has been copied above
             vector = (
                 torch.as_tensor(values, dtype=None if is_tensor else dtype).detach().to("cpu", dtype, copy=is_tensor)
@@ -292,8 +292,8 @@ def _vector(name: str, values: Any, label: str, kinds: tuple[type, ...]) -> Tens
             if is_plain(vector, 1):
                 return vector
     except Exception:  # any conversion failure gets the one message below
-        found = set()
-    if float in found and dtype == torch.int64:
+        types = set()
+    if float in types and dtype == torch.int64:
         raise ValueError(
             f"tokens of sample {label} are fractions, not token ids, and none may be rounded. Give integers."
         )

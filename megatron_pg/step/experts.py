@@ -77,12 +77,14 @@ def router_losses_to_scale(chunks: Iterable[nn.Module], *, rows: int, ranks: int
     }
     before = [(config, {name: getattr(config, name) for name in _COEFFICIENTS}) for config in configs.values()]
     try:
-        for config, own in before:
-            vars(config).update(scaled(config.moe_router_load_balancing_type, *own.values(), rows=rows, ranks=ranks))
+        for config, coefficients in before:
+            vars(config).update(
+                scaled(config.moe_router_load_balancing_type, *coefficients.values(), rows=rows, ranks=ranks)
+            )
         yield
     finally:
-        for config, own in before:
-            vars(config).update(own)
+        for config, coefficients in before:
+            vars(config).update(coefficients)
 
 
 def _router_config(module: nn.Module) -> Any:

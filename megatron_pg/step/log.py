@@ -62,11 +62,11 @@ class Console:
         for field, names in lacking.items():
             self._say(f"metrics {', '.join(names)} are absent: the samples have no {field}")
 
-    def step(self, record: Mapping[str, Any], own: Collection[str] = (), *, is_shown: bool = True) -> None:
-        """The console line, the meaning of each metric's red flag once, and advice; `own` are further names to show."""
+    def step(self, record: Mapping[str, Any], extra_names: Collection[str] = (), *, is_shown: bool = True) -> None:
+        """The console line, each red flag's meaning once, and advice; the line shows `extra_names` too."""
         if is_shown:
             means = [name for name in record if name.endswith("/mean")]  # of loss terms
-            self._say(console_line(record["iteration"], record, [*means, *own]))
+            self._say(console_line(record["iteration"], record, [*means, *extra_names]))
         for name, limit in red_flags(record).items():
             if name not in self._flagged and limit.steps == 1:
                 self._say(red_flag_line(name, record[name], limit))

@@ -55,7 +55,7 @@ def microbatch_loss(
         totals: [] each, of the other losses in S, by metric.
     """
     vocabulary = _vocabulary(logits.shape[1], settings, tp_group)
-    found = policy_gradient_loss(
+    computed = policy_gradient_loss(
         logits,
         PolicyLoss(settings.terms, fields),
         vocabulary,
@@ -64,7 +64,7 @@ def microbatch_loss(
         inplace=settings.impl == "triton" and may_be_overwritten(logits),
         impl=settings.impl,
     )
-    return _with_diagnostics(found, fields, settings, totals, vocabulary.size)
+    return _with_diagnostics(computed, fields, settings, totals, vocabulary.size)
 
 
 def microbatch_head_loss(
@@ -89,7 +89,7 @@ def microbatch_head_loss(
         teacher_weight: as in `policy_gradient_head_loss`.
     """
     vocabulary = _vocabulary(len(call.weight), settings, call.tp_group)
-    found = policy_gradient_head_loss(
+    computed = policy_gradient_head_loss(
         call.hidden,
         call.weight,
         PolicyLoss(settings.terms, fields),
@@ -100,7 +100,7 @@ def microbatch_head_loss(
         entropy=settings.metrics.needs_entropy,
         teacher_weight=teacher_weight,
     )
-    total, diagnostics = _with_diagnostics(found, fields, settings, totals, vocabulary.size)
+    total, diagnostics = _with_diagnostics(computed, fields, settings, totals, vocabulary.size)
     return total, diagnostics._replace(is_changed=call.is_changed)
 
 
@@ -133,20 +133,20 @@ def head_of(call: HeadCall, settings: LossSettings) -> Head:
 
 
 def _with_diagnostics(
-    found: PolicyGradientLoss,
+    computed: PolicyGradientLoss,
     fields: TokenFields,
     settings: LossSettings,
     totals: Totals,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Diagnostics]:
     with torch.no_grad():
-        policy = found.loss.detach()
-        fields = replace(fields, old_logprobs=found.logprobs) if fields.old_logprobs is None else fields
+        policy = computed.loss.detach()
+        fields = replace(fields, old_logprobs=computed.logprobs) if fields.old_logprobs is None else fields
         sizes: dict[str, Any] = {"vocab_size": vocab_size}
-        values = TokenValues(fields, found, settings.terms, totals, **sizes)
+        values = TokenValues(fields, computed, settings.terms, totals, **sizes)
         if settings.terms.further:
             policy = torch.where(fields.objective_mask, fields.weights * values.token_losses, 0).sum()
-        return found.loss, Diagnostics(policy, settings.metrics.partial(values), _count_nonfinite(values))
+        return computed.loss, Diagnostics(policy, settings.metrics.partial(values), _count_nonfinite(values))
 
 
 def _count_nonfinite(values: TokenValues) -> Tensor:

@@ -354,7 +354,7 @@ BAD_OPTIONS = {
     "--divisor 0": "not finite and > 0",
     "--divisor inf": "not finite and > 0",
     "--divisor x": "invalid float value: 'x'",
-    "--divisor 1e300": "not finite and > 0",  # 1/L is no float32
+    "--divisor 1e300": "not finite and > 0",  # 1/L is not a float32
     "--top -1": "--top -1 is negative",
     "--output out.gif": "the suffix is not one of .png, .svg, .pdf",
     "--output nowhere/out.png": "its folder does not exist",

@@ -91,7 +91,7 @@ def test_red_flags_are_listed_with_their_steps(make_run, capsys, tmp_path):
     text, figures = page_of(tmp_path / "r.html")
     assert "<td>ess</td><td>&lt; 0.5</td><td>2 of 3, from 2 to 3</td><td>0.3</td><td>few tokens" in text
     shapes = [[shape["y0"] for shape in figure["layout"].get("shapes", [])] for figure in figures.values()]
-    assert shapes == [[], [0.5], []]  # kl_new_old: a limit of step 1 is no line; ess; what a flag names is drawn
+    assert shapes == [[], [0.5], []]  # kl_new_old: a limit of step 1 is not a line; ess; what a flag names is drawn
     assert re.findall(r"<h3>(.*?)</h3>", text)[-1] == "ratio_new_old"
 
 

@@ -4,7 +4,7 @@ import io
 import os
 import re
 import sys
-import time
+import threading
 
 import pytest
 
@@ -16,17 +16,24 @@ from megatron_pg.cli import SUBCOMMANDS, main, terminal
     [(0, 0, r"work: \d+ s\n"), (8, 0, r"work: \d+ s\n"), (8, 2, r"work: 2 B of 8 B, \d+ s left\n")],
 )
 def test_work_that_lasts_says_how_far_it_is(total, done, expected, monkeypatch):
-    errors = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", errors)
-    monkeypatch.setattr(terminal, "DELAY", 0.05)
+    reported = threading.Event()
+
+    class Errors(io.StringIO):
+        def write(self, text: str) -> int:
+            if re.fullmatch(expected, text):
+                reported.set()
+            return super().write(text)
+
+    monkeypatch.setattr(sys, "stderr", Errors())
+    for name in ("DELAY", "LOG_PERIOD"):
+        monkeypatch.setattr(terminal, name, 0.0)
     with terminal.progress("work", total, lambda amount: f"{amount} B") as update:
         update(done)
-        while not errors.getvalue().endswith("\n"):
-            time.sleep(0.001)
-    assert re.match(expected, errors.getvalue())
+        reported.wait()
 
 
-def test_work_that_does_not_last_says_nothing(capsys):
+def test_work_that_does_not_last_says_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(terminal, "DELAY", threading.TIMEOUT_MAX)
     with terminal.progress("work"):
         pass
     assert capsys.readouterr().err == ""

@@ -34,6 +34,7 @@ from megatron_pg.objectives.custom.loading import load_custom_objective
 from megatron_pg.plan.settings import LossSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
+PACKAGE = DOCS.parent / "megatron_pg"
 
 
 def blocks() -> dict[str, str]:
@@ -130,8 +131,8 @@ def test_the_users_metric_is_exact_in_every_layout(settings, tmp_path):
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")  # Triton's interpreter
 def test_the_users_row_is_the_users_objective_in_the_kernels(settings, tmp_path):
     (tmp_path / "my_rl" / "kernel.py").write_text(blocks()["my_rl/kernel.py"], encoding="utf-8")
-    found = load_custom_objective("my_rl.kernel:soft_clip_by_row", clip_eps_high=0.28)
-    assert found.row.numbers == (0.28,)
+    found = load_custom_objective("my_rl.kernel:soft_clip_by_kernel", clip_eps_high=0.28)
+    assert found.token_kernel.numbers == (0.28,)
     losses = []
     for objective in (settings.terms.objective, found):
         rng = random.Random(7)
@@ -220,3 +221,16 @@ def test_the_page_of_objectives_names_every_flag_and_correction():
     assert [name for name in CORRECTIONS if f"`{name}`" not in page] == []
     stems = {re.sub("-(low|high|pos|neg)$", "", number.flag) for number in numbers()}
     assert [stem for stem in stems if stem not in page] == []
+
+
+def test_a_structural_term_is_at_most_twelve_files_each_of_which_has_its_counterpart():
+    section = (
+        (DOCS / "adding.md").read_text(encoding="utf-8").partition("## A structural loss term")[2].partition("\n## ")[0]
+    )
+    rows = re.findall(r"^\| `(.+?)` \| .+ \| `(.+?)` \|$", section, re.MULTILINE)
+    assert 6 < len(rows) <= 12
+    for path, counterpart in rows:
+        if counterpart.endswith(".py"):
+            assert (PACKAGE / counterpart).exists()
+        else:
+            assert counterpart in (PACKAGE / path).read_text(encoding="utf-8"), (path, counterpart)

@@ -155,7 +155,7 @@ def sampled_by_ranks(folder, full):
 
 @launches.launch
 def refusals(folder, full):
-    """What the example says of a sample and of sizes; in a process of its own: it patches torch when there is no GPU."""
+    """What the example says of a sample and of sizes; in its own process: it patches torch when there is no GPU."""
     code = (
         "import train_grpo, types\n"
         "from megatron_pg import Sample\n"

@@ -1,4 +1,4 @@
-"""Whatever is written on the command line: done, or one line that says what is wrong, and nothing of it raw."""
+"""Any command line: it runs, or prints one line with the mistake, and never raw control characters."""
 
 import io
 import random
@@ -76,8 +76,9 @@ def any_command_lines(rng: random.Random, files: list[str]) -> str:
     return rng.choice(["", "\n", "megatron_pg command line: "]) + "\n".join(lines)
 
 
+JOBS = ("validate", "explain")
 LONG, NINES = "x" * 300, "9" * 5000
-REFUSED = [  # what random words have found, and their like
+REFUSED = [  # command lines that random words have found, and similar ones
     *([command, LONG] for command in ("compare", "plot")),
     *([command, f"{name}\ud800"] for command in ("compare", "plot") for name in ("rollouts.jsonl", "metrics.jsonl")),
     *(["report", LONG, "--output", "a.html"], ["report", "metrics.jsonl", "--output", LONG]),
@@ -87,22 +88,14 @@ REFUSED = [  # what random words have found, and their like
     ),
     ["convert", "dump.jsonl", "--format", "jsonl", "--output", "/dev/null", "--overwrite"],
     ["convert", f"train_data_step{NINES}.jsonl", "--format", "nemo_rl", "--output", "a", "--group-size", "1"],
-    *([command, "--args-file", LONG] for command in ("validate", "explain")),
-    *([command, flag, "9" * size] for command in ("validate", "explain") for flag in BOUNDED for size in (400, 5000)),
-    *(
-        [command, flag, "-inf"]
-        for command in ("validate", "explain")
-        for flag in ("--loss-scale", "--moe-z-loss-coeff")
-    ),
-    *([command, "--context-parallel-size=--"] for command in ("validate", "explain")),
+    *([command, "--args-file", LONG] for command in JOBS),
+    *([command, flag, "9" * size] for command in JOBS for flag in BOUNDED for size in (400, 5000)),
+    *([command, flag, "-inf"] for command in JOBS for flag in ("--loss-scale", "--moe-z-loss-coeff")),
+    *([command, "--context-parallel-size=--"] for command in JOBS),
     *(["validate", "--dataloader-type", text] for text in ("\x1b[31m", "a\nb", "\u202e")),
-    [
-        "validate",
-        "--tensor-model-parallel-size",
-        "1000000000",
-        "--custom-pg-loss-reducer-function-path",
-        "own_reducer:mean",
-    ],
+    shlex.split(
+        "validate --tensor-model-parallel-size 1000000000 --custom-pg-loss-reducer-function-path own_reducer:mean"
+    ),
 ]
 
 
@@ -129,12 +122,13 @@ def test_what_a_flag_names_does_not_drive_the_terminal(files):
 @pytest.mark.parametrize("command", ["validate", "explain"])
 def test_a_launch(command, files, full, evidence):
     def words(rng: random.Random) -> list[str]:
-        own = command_line(rng, LAUNCH, files, most=rng.choice([0, 0, 1, 2]))
+        options = command_line(rng, LAUNCH, files, most=rng.choice([0, 0, 1, 2]))
         if rng.random() < 0.3:
             text = any_command_lines(rng, files)
             Path("job.txt").write_text(text, encoding="utf-8", errors="surrogatepass")
-            return [command, *own, "--args-file", rng.choice([*files, "job.txt"]), *command_line(rng, TRAINING, most=1)]
-        flags = [*own, *command_line(rng, TRAINING, files)]
+            path = rng.choice([*files, "job.txt"])
+            return [command, *options, "--args-file", path, *command_line(rng, TRAINING, most=1)]
+        flags = [*options, *command_line(rng, TRAINING, files)]
         return [command, *flags] if rng.random() < 0.95 else [*flags, command]
 
     evidence(cases=hostile.cases(command, 12_000 if full else 150, words))

@@ -1,8 +1,9 @@
-"""Whatever is in a file: read, or one line that says what is wrong, and nothing of it raw."""
+"""Any file: it is read, or one line names the mistake, without raw control characters."""
 
 import itertools
 import json
 import random
+import shlex
 from pathlib import Path
 
 import dumps_of_others as dumps
@@ -23,14 +24,7 @@ ROLLOUTS = [
     RECORD | {"step": 1, "prompt_id": 7, "rollout_id": 2, "truncated": True, "ref_logprobs": [-0.0, -1e-30]},
 ]
 METRICS = [
-    {
-        "iteration": 1,
-        "objective": {"pg_loss": "x"},
-        "reward": 0.5,
-        "entropy": 1.0,
-        "num_tokens": 12,
-        "kl_new_old": 1e-9,
-    },
+    {"iteration": 1, "objective": {"pg_loss": "x"}, "reward": 0.5, "num_tokens": 12, "kl_new_old": 1e-9},
     {"iteration": 2, "reward": None, "entropy": 0.9, "num_tokens": 9, "nonfinite": [{"metric": "reward", "rank": 0}]},
     {"iteration": 3, "reward": -2.5, "entropy": 0.1, "num_tokens": 9, "clipped_ratio_fraction": 0.9, "my_own": 3},
 ]
@@ -70,7 +64,7 @@ def facts(sample) -> tuple:
     pairs = zip(sample.advantages.tolist(), sample.loss_mask.tolist(), strict=True)
     trained = [advantage for advantage, is_trained in pairs if is_trained]
     magnitude = sum(map(abs, trained))
-    near = [pytest.approx(each, abs=1e-12 * min(magnitude, 1e300)) for each in (sum(trained), magnitude)]
+    near = [pytest.approx(value, abs=1e-12 * min(magnitude, 1e300)) for value in (sum(trained), magnitude)]
     return (sample.step, sample.prompt_id, sample.rollout_id, len(sample.loss_mask), len(trained), *near)
 
 
@@ -83,26 +77,15 @@ def verl_rows() -> list[dict]:
     return [row | lists for row in rows]
 
 
+NEMO = "convert --format nemo_rl --group-size"
 TEXTS = {  # records, and the commands that read them
-    "rollouts.jsonl": (ROLLOUTS, [["compare"], ["compare", "--json"], ["compare", "--divisor", "1e30", "--top", "1"]]),
-    "metrics.jsonl": (
-        METRICS,
-        [["plot"], ["plot", "--json", "--x", "tokens"], ["plot", "--smooth", "0.9", "--x", "tokens"]],
-    ),
-    "verl.jsonl": (
-        verl_rows(),
-        [["convert", "--format", "verl", "--advantage", rule] for rule in ("rloo", "max_rl", "reward")],
-    ),
-    "train_data_step7.jsonl": (
-        dumps.NEMO,
-        [
-            ["convert", "--format", "nemo_rl", "--group-size", "2"],
-            ["convert", "--format", "nemo_rl", "--group-size", "3", "--json"],
-        ],
-    ),
+    "rollouts.jsonl": (ROLLOUTS, ["compare", "compare --json", "compare --divisor 1e30 --top 1"]),
+    "metrics.jsonl": (METRICS, ["plot", "plot --json --x tokens", "plot --smooth 0.9 --x tokens"]),
+    "verl.jsonl": (verl_rows(), [f"convert --format verl --advantage {rule}" for rule in ("rloo", "max_rl", "reward")]),
+    "train_data_step7.jsonl": (dumps.NEMO, [f"{NEMO} 2", f"{NEMO} 3 --json"]),
     "lines.jsonl": (
         [{**RECORD, "rollout_id": i} for i in range(3)],
-        [["convert", "--format", "jsonl"], ["convert", "--format", "jsonl", "--advantage", "group_norm", "--json"]],
+        ["convert --format jsonl", "convert --format jsonl --advantage group_norm --json"],
     ),
 }
 
@@ -114,7 +97,7 @@ def test_a_file_of_text(name, full, evidence):
 
     def words(rng: random.Random) -> list[str]:
         Path(name).write_bytes(Mutator(rng).text(records, changes=rng.choice([0, 1, 1, 2, 4])))
-        command = rng.choice(commands)
+        command = rng.choice(commands).split()
         return [*command, name, *(["--output", "out", "--overwrite"] if command[0] == "convert" else [])]
 
     evidence(cases=hostile.cases(name, 5_000 if full else 40, words))
@@ -133,55 +116,30 @@ def test_a_picture_or_page_of_a_file(full, evidence):
 
 def shared(depth: int) -> list:
     """A list whose text doubles with every level."""
-    found: list = [0]
+    nested: list = [0]
     for _ in range(depth):
-        found = [found, found]
-    return found
+        nested = [nested, nested]
+    return nested
 
 
 def endless() -> list:
-    found: list = []
-    found.append(found)
-    return found
+    itself: list = []
+    itself.append(itself)
+    return itself
 
 
 TENSORS = [
     *(torch.tensor(1), torch.tensor(1.5), torch.tensor(torch.nan), torch.tensor([1, 2]), torch.tensor([[1, 0, 1]])),
-    *(torch.eye(2).to_sparse(), torch.zeros(3, device="meta"), torch.tensor(1, device="meta")),
-    *(
-        torch.zeros(1).expand(10**13),
-        torch.zeros(3, dtype=torch.complex64),
-        torch.zeros(0),
-        torch.zeros(3, dtype=torch.bfloat16),
-    ),
-    *(
-        torch.full((3,), 1e308, dtype=torch.float64),
-        torch.tensor([True, False, True]),
-        torch.nn.Parameter(torch.ones(3)),
-    ),
+    *(torch.eye(2).to_sparse(), torch.zeros(3, device="meta"), torch.tensor(1, device="meta"), torch.zeros(0)),
+    *(torch.zeros(1).expand(10**13), torch.zeros(3, dtype=torch.complex64), torch.zeros(3, dtype=torch.bfloat16)),
+    *(torch.full((3,), 1e308, dtype=torch.float64), torch.tensor([True, False, True])),
+    torch.nn.Parameter(torch.ones(3)),
 ]
 OBJECTS = [
-    *(
-        *hostile.VALUES,
-        *TENSORS,
-        float("nan"),
-        float("inf"),
-        shared(50),
-        endless(),
-        (1, 2, 3),
-        {1, 2},
-        b"bytes",
-        1j,
-        10**5000,
-    ),
-    *({"a": shared(50)}, {1: 2}, {None: 1}, torch.float32, torch.Size([1]), {"reward": float("nan")}),
+    *(*hostile.VALUES, *TENSORS, float("nan"), float("inf"), shared(50), endless(), (1, 2, 3), {1, 2}, b"bytes", 1j),
+    *(10**5000, {"a": shared(50)}, {1: 2}, {None: 1}, torch.float32, torch.Size([1]), {"reward": float("nan")}),
 ]
-MASKED = {
-    "tokens": [10, 11, 20, 21, 22],
-    "rollout_position": 0,
-    "log_probs": [-1.0, -2.0, -3.0],
-    "advantages": [0.5] * 3,
-}
+MASKED = {"rollout_position": 0, "log_probs": [-1.0, -2.0, -3.0], "advantages": [0.5] * 3}
 TRAINED = {
     "format_version": 2,
     "rollout_id": 0,
@@ -208,18 +166,7 @@ UNREADABLE = {
 )
 def test_what_was_found_of_tensors_is_refused(name, value):
     torch.save({"rollout_id": 4, "samples": [dumps.SLIME[0] | {name: value}, *dumps.SLIME[1:]]}, "dump.pt")
-    words = [
-        "convert",
-        "dump.pt",
-        "--format",
-        "slime",
-        "--advantage",
-        "reward",
-        "--old-logprobs",
-        "rollout",
-        "--output",
-        "out",
-    ]
+    words = shlex.split("convert dump.pt --format slime --advantage reward --old-logprobs rollout --output out")
     assert hostile.check(words).code == (0 if name == "status" else 2)
 
 
@@ -229,10 +176,7 @@ def test_what_was_found_of_training_dumps_is_refused(name, value):
     removed = {name: value} if name in ("remove_sample", "tokens") else {}
     torch.save({"rollout_id": 4, "samples": [dumps.SLIME[0] | removed, *dumps.SLIME[1:]]}, "dump.pt")
     torch.save(TRAINED if removed else TRAINED | {name: value}, "train.pt")
-    assert (
-        hostile.check(["convert", "dump.pt", "--format", "slime", "--train-data", "train.pt", "--output", "out"]).code
-        == 2
-    )
+    assert hostile.check(shlex.split("convert dump.pt --format slime --train-data train.pt --output out")).code == 2
 
 
 @pytest.mark.parametrize("keep", [0.0, 1.0, True])
@@ -267,47 +211,11 @@ def test_a_file_of_tensors(full, evidence):
     evidence(cases=hostile.cases("tensors", 8_000 if full else 80, words))
 
 
+SYMBOLS = "+ ( ) { ; & | <<EOF > 2>&1 ' \" $' $( ` \\ $ * # $1 ${X:-1} python uv env A=1 -m -- t.py --pg-objective é"
 WORDS = [
-    *(
-        "+",
-        "(",
-        ")",
-        "{",
-        ";",
-        "&",
-        "|",
-        "<<EOF",
-        ">",
-        "2>&1",
-        "'",
-        '"',
-        "$'",
-        "$(",
-        "`",
-        "\\",
-        "$",
-        "*",
-        "#",
-        "$1",
-        "${X:-1}",
-    ),
-    *(
-        "python",
-        "uv",
-        "env",
-        "A=1",
-        "-m",
-        "--",
-        "t.py",
-        "--pg-objective",
-        "--nnodes",
-        "\n",
-        "\r\n",
-        "\x1b[31m",
-        "\udcff",
-        "é",
-    ),
-    *("x" * 5000, "\n" * 3000, "( exec " * 1000, "/" * 3000, "a" * 50_000, "$((9**99))", "megatron_pg command line: "),
+    *SYMBOLS.split(),
+    *("--nnodes", "\n", "\r\n", "\x1b[31m", "\udcff", "x" * 5000, "\n" * 3000, "( exec " * 1000, "/" * 3000),
+    *("a" * 50_000, "$((9**99))", "megatron_pg command line: "),
 ]
 
 

@@ -77,7 +77,7 @@ def one_rank() -> Iterator[None]:
 def endless_documents(rng: random.Random) -> Iterator[list[Sample]]:
     """Documents of skewed lengths with ids that no earlier one has: a thousand in turn, which is cheap."""
     longest = [rng.choice([4, 8, ROW]) for _ in range(1000)]
-    known = [streams.document(rng, f"{i}", f"{i}", longest=each) for i, each in enumerate(longest)]
+    known = [streams.document(rng, f"{i}", f"{i}", longest=length) for i, length in enumerate(longest)]
     for number in itertools.count():
         document = known[number % len(known)]
         object.__setattr__(document, "rollout_id", number)
@@ -153,5 +153,5 @@ def test_what_a_step_leaves_is_seen():
     model.config.finalize_model_grads_func = lambda *given: inside(*given)
     model.register_forward_hook(print)
     model.logits.register_hook(print)
-    found = traces(model)
-    assert (found["hooks"], found["wrappers of finalize"]) == (before["hooks"] + 2, before["wrappers of finalize"] + 1)
+    after = traces(model)
+    assert (after["hooks"], after["wrappers of finalize"]) == (before["hooks"] + 2, before["wrappers of finalize"] + 1)

@@ -217,7 +217,7 @@ class _Reader:
             self._constants[target.id] = pattern
 
     def _within(self, node: ast.expr, row: Row) -> Iterator[str]:
-        """The patterns of all whole texts inside an expression; what a function is called with is a value of its own."""
+        """The patterns of all whole texts inside an expression; what a function is called with is its own value."""
         pattern = self._pattern(node, row)
         if isinstance(node, ast.Call) and (maker := self._module.maker_of(node)) is not None:
             names = [argument.arg for argument in maker.args.args if argument.arg != "self"]

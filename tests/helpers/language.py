@@ -1,6 +1,6 @@
 """A small GPT, trained on pages of this repository, and documents that it samples: distributions of a real model on a CPU.
 
-Everything is plain torch and knows nothing of the package. A model is a function of its parameters, so that a second set of them
+Everything is plain torch and independent of the package. A model is a function of its parameters, so that a second set of them
 (rounded, or of later steps) gives the other side's logits.
 """
 
@@ -30,7 +30,7 @@ class Text:
 
 
 def read_text(vocabulary: int = 1024) -> Text:
-    """Pages of this repository as they were once, as tokens: an edit of a page is no other model."""
+    """Pages of this repository as they were once, as tokens: an edit of a page does not change the model."""
     text = lzma.decompress(PAGES.read_bytes()).decode()
     pieces = re.findall(r" ?[A-Za-z]+|[0-9]|\n+| +|.", text)
     letters = sorted(set(text))[: vocabulary // 2]

@@ -265,7 +265,7 @@ def breaks(args: argparse.Namespace, rule: str, *fragments: str) -> None:
 
 
 def accepts(args: argparse.Namespace) -> None:
-    """No rule is broken, whatever is said."""
+    """No rule is broken; warnings are allowed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ArgumentNotice)
         warnings.simplefilter("ignore", ArgumentWarning)

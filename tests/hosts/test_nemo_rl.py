@@ -9,6 +9,7 @@ import nemo_oracle
 import nemo_stand_in
 import pytest
 import torch
+from host_cases import refused_flags
 from nemo_oracle import BETA, CAP, DIVISOR, HIGH, LOW, TIS_HIGH, TIS_LOW, Case
 from nemo_stand_in import Options, master_config
 from processes import environment
@@ -182,66 +183,23 @@ def test_a_loss_that_is_not_finite_ends_the_run():
         driver.train(nemo_oracle.batch(), PolicyGradientLossFn(Options(**PLAIN)))
 
 
-REFUSED = {
-    "force_on_policy_ratio": (
-        {"force_on_policy_ratio": True},
-        "loss_fn.disable_ppo_ratio to true: the gradient is the same",
-    ),
-    "their bound": ({"ratio_clip_min": 1.5}, "loss_fn.ratio_clip_min must be between 0 and 1"),
-    "positive_example_nll_weight": ({"positive_example_nll_weight": 0.1}, "counts one micro-batch"),
-    "two objectives": ({"use_cispo": True, "ratio_clip_c": 3.0}, "use_cispo and loss_fn.ratio_clip_c together"),
-    "k1": ({"reference_policy_kl_type": "k1"}, "Set loss_fn.megatron_pg.pg_kl_estimator"),
-    "on-policy": ({"use_on_policy_kl_approximation": True}, "Set loss_fn.megatron_pg.pg_kl_estimator"),
-    "no correction": (
-        {**TIS, "truncated_importance_sampling_type": "seq-mask-tis", "sequence_level_importance_ratios": True},
-        "truncated_importance_sampling_type='seq-mask-tis' has no correction here",
-    ),
-    "half a correction": ({"truncated_importance_sampling_type": "tis"}, "without use_importance_sampling_correction"),
-    "a user's own": (
-        {"brand_new": 1},
-        "loss_fn.brand_new=1 is not an option of NeMo-RL's loss or of this adapter. Remove it.",
-    ),
-    "newer": ({"metrics_level": "few"}, "megatron_pg does not compute. Set it to its default 'all'."),
-    "unknown of ours": ({"megatron_pg": {"loss_agregation": "constant"}}, "did you mean loss_aggregation"),
-    "head": ({"megatron_pg": {"pg_fused_head": "forward"}}, "--pg-fused-head forward: it computes the logits itself"),
-    "float32 head": ({"megatron_pg": {"fp32_lm_head": True}}, "--fp32-lm-head True: it computes the logits itself"),
-    "temperature": ({"megatron_pg": {"pg_temperature": 0.7}}, "policy.generation.temperature"),
-    "file": ({"megatron_pg": {"pg_metrics_file": "m.jsonl"}}, "go to NeMo-RL's logger"),
-    "clip": ({"megatron_pg": {"pg_clip_eps_low": 0.1}}, "contradict each other"),
-    "KL": ({"megatron_pg": {"pg_kl_coef": 0.5}}, "contradict each other"),
-    "two corrections": ({**TIS, "megatron_pg": {"pg_correction": "icepop"}}, "contradict each other"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_options_that_contradict_are_refused_by_name(name):
-    options, words = REFUSED[name]
+@pytest.mark.parametrize(("given", "message"), refused_flags("nemo_rl"))
+def test_options_that_contradict_are_refused_by_name(given, message):
+    """`tis` stands for the options of a truncated correction of that type."""
+    given = dict(given)
+    kind = given.pop("tis", None)
     with pytest.raises(ArgumentError) as refused:
-        checked(Options(**options))
-    assert words in str(refused.value)
+        checked(Options(**(TIS | {"truncated_importance_sampling_type": kind} if kind else {}) | given))
+    assert message in str(refused.value)
 
 
-POLICIES = {
-    "DTensor": ({"megatron_cfg": {"enabled": False}}, "policy.megatron_cfg.enabled is not true"),
-    "their head": (
-        {"megatron_cfg": {"enabled": True, "use_fused_linear_logprobs": True}},
-        "policy.megatron_cfg.use_fused_linear_logprobs",
-    ),
-    "fused packing": ({"sequence_packing": {"enabled": True, "fuse_loss": True}}, "policy.sequence_packing.fuse_loss"),
-    "draft": ({"draft": {"enabled": True}}, "policy.draft.enabled"),
-    "half a prompt": ({"train_global_batch_size": 6}, "part of a prompt's samples"),
-    "top-k": ({"generation": {"top_k": 5, "top_p": 1.0}}, "top_k=5"),
-}
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_the_policys_configuration_is_checked_before_setup(name):
+@pytest.mark.parametrize(("section", "message"), refused_flags("nemo_rl, policy"))
+def test_the_policys_configuration_is_checked_before_setup(section, message):
     from nemo_rl.algorithms.grpo import setup
 
-    section, words = POLICIES[name]
     with pytest.raises(ArgumentError) as refused:
         setup(master_config(Options(megatron_pg={"loss_aggregation": "prompt_mean"}), **section), None, None, None)
-    assert words in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_a_trainer_that_makes_their_loss_is_refused(monkeypatch):

@@ -9,9 +9,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import launches
+import processes
 import pytest
 import torch
-from processes import ROOT, environment, run
+from host_cases import refused_flags
+from processes import ROOT, environment
 
 from megatron_pg.args import ArgumentError
 from megatron_pg.hosts.verl import options as verl_options
@@ -32,9 +34,8 @@ def on_ranks(folder, full):
         return None
     env = environment()
     env["PYTHONPATH"] += os.pathsep + str(FOLDER)  # last: its wheels have a folder `tests` too
-    runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = str(ROOT / "tests/hosts/programs/verl_ranks.py")
-    run([*runner, script, str(folder), "full" if full else "fast"], env)
+    processes.wait_for(processes.on_ranks(2, env, script, str(folder), "full" if full else "fast"))
     return json.loads((folder / "verl.json").read_text(encoding="utf-8"))
 
 
@@ -64,7 +65,7 @@ def test_metrics_equal_the_oracles(on_ranks, evidence):
 @needs_verl
 @pytest.mark.proof("Hosts: verl's own configuration in its engine and in ours, without our options: the same gradients")
 def test_verls_own_loss_beside_ours_makes_no_jump(on_ranks, evidence):
-    errors = figures(on_ranks, "beside", "gradient") + figures(on_ranks, "beside", "loss")
+    errors = figures(on_ranks, "compared", "gradient") + figures(on_ranks, "compared", "loss")
     evidence(cases=len(errors), worst=max(errors), tolerance=LIMIT)
 
 
@@ -88,7 +89,7 @@ def test_a_batch_that_cannot_be_trained_is_refused_on_every_rank(on_ranks):
     refused = on_ranks["refused"]
     assert "prompt_mean with several mini-batches" in refused["several mini-batches"]
     assert "rollout_is_weights of algorithm.rollout_correction" in refused["rollout correction"]
-    assert "verl trains by sft_loss" in refused["another loss"]
+    assert "verl trains with sft_loss" in refused["another loss"]
     assert "non-finite loss at rank 0, sample p0/0" in refused["not finite"]
     assert "ray" in on_ranks["absent"]
 
@@ -120,7 +121,7 @@ def test_the_workers_configurations_are_checked_before_a_model_is_built(on_ranks
     found = on_ranks["worker"]
     assert found["divisor"] == ["constant", 77.0]
     assert "actor.strategy=fsdp does not use megatron_pg's loss" in found["fsdp"]
-    assert "distillation.enabled=True trains by another loss" in found["distillation"]
+    assert "distillation.enabled=True trains with another loss" in found["distillation"]
 
 
 # --- what the configuration says ---
@@ -253,64 +254,13 @@ def test_the_reference_model_needs_no_actor():
     assert args.pg_fused_head == "recompute"
 
 
-REFUSED = [
-    ({}, {"loss_agg_mode": "token-sum"}, "actor.loss_agg_mode=token-sum is not a mean over the step"),
-    ({}, {"loss_scale_factor": 100}, "actor.loss_scale_factor=100 has no effect with loss_agg_mode=token-mean"),
-    (
-        {},
-        {"policy_loss": policy_loss("clip_cov")},
-        "actor.policy_loss.loss_mode=clip_cov has no objective of megatron_pg",
-    ),
-    (
-        {},
-        {"policy_loss": policy_loss("gspo")},
-        "actor.loss_agg_mode=token-mean has no effect on actor.policy_loss.loss_mode=gspo",
-    ),
-    ({}, {"policy_loss": policy_loss("dro")}, "actor.policy_loss.dro_beta is null"),
-    (
-        {},
-        {"policy_loss": policy_loss("gpg"), "clip_ratio_c": 5.0},
-        "actor.clip_ratio_c=5.0 has no effect with actor.policy_loss.loss_mode=gpg",
-    ),
-    (
-        {"pg_objective": "cispo"},
-        {"policy_loss": policy_loss("gpg")},
-        "loss_mode gpg of verl, reinforce, and --pg-objective cispo",
-    ),
-    (
-        {},
-        {"loss_agg_mode": "seq-mean-token-sum-norm"},
-        "actor.loss_scale_factor is null, so verl divides each micro-batch",
-    ),
-    ({}, {"clip_ratio_low": 1.5}, "actor.clip_ratio_low must be between 0 and 1"),
-    ({}, {"use_kl_loss": True, "kl_loss_type": "k3+"}, "actor.kl_loss_type=k3+ has no estimator in megatron_pg"),
-    ({}, {"calculate_sum_pi_squared": True}, "actor.calculate_sum_pi_squared was not run"),
-    ({}, {"mtp": True}, "model.mtp.enable was not run"),
-    ({}, {"engine": {"dynamic_context_parallel": True}}, "megatron.dynamic_context_parallel was not run"),
-    ({}, {"engine": {"vanilla_mbridge": True}}, "megatron.vanilla_mbridge was not run"),
-    ({}, {"engine": {"use_remove_padding": False}}, "model.use_remove_padding=False was not run"),
-    ({"loss_aggregation": "sample_mean"}, {"loss_agg_mode": "seq-mean-token-sum-norm"}, "contradict each other"),
-    ({"pg_clip_eps_high": 0.3}, {"clip_ratio_high": 0.28}, "contradict each other"),
-    ({"pg_objective": "reinforce"}, {"clip_ratio_high": 0.28}, "actor.clip_ratio_high=0.28 has no effect"),
-    (
-        {"pg_kl_coef": 0.1, "pg_kl_estimator": "k2"},
-        {"use_kl_loss": True, "kl_loss_type": "k2"},
-        "contradict each other",
-    ),
-    ({"pg_entropy_coef": 0.1}, {"entropy_coeff": 0.2}, "contradict each other"),
-    ({"pg_temperature": 0.7}, {}, "a second temperature in addition to verl's rollout.temperature"),
-    ({"fp32_lm_head": True}, {}, "fp32_lm_head needs model.use_fused_kernels=True"),
-    ({"pg_fused_head": "forward"}, {"engine": {"use_fused_kernels": True}}, "use recompute"),
-    ({"loss_aggregation": "prompt_mean"}, {"ppo_epochs": 2}, "actor.ppo_epochs=2 cannot tell"),
-    ({"los_aggregation": "constant"}, {}, "los_aggregation is not an argument of megatron_pg"),
-]
-
-
 @pytest.mark.filterwarnings("ignore::megatron_pg.ArgumentWarning")  # about gspo's clip
-@pytest.mark.parametrize(("options", "flags", "message"), REFUSED)
-def test_what_contradicts_or_was_not_run_is_refused_by_name(options, flags, message):
-    with pytest.raises(ArgumentError, match=re.escape(message)):
-        arguments(options, **flags)
+@pytest.mark.parametrize(("given", "message"), refused_flags("verl"))
+def test_what_contradicts_or_was_not_run_is_refused_by_name(given, message):
+    flags = {name: policy_loss(value) if name == "policy_loss" else value for name, value in given.items()}
+    with pytest.raises(ArgumentError) as refused:
+        arguments(flags.pop("ours", None), **flags)
+    assert message in str(refused.value)
 
 
 # --- the batch ---

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve()
 REPOSITORY = HERE.parents[2]
-# What fails where a mutant is no program any more, or before a test of it begins.
+# What fails where a mutant is not a program any more, or before a test of it begins.
 BROKEN = frozenset(("ImportError", "ModuleNotFoundError", "NameError", "SyntaxError", "setup", "teardown"))
 HANG = 600.0  # seconds for one test: a loaded machine is slow
 

@@ -114,7 +114,7 @@ def _own(given: Mapping) -> list[str]:
 
 
 def _number(value: object) -> float:
-    """NaN, which is in no range, for what is no number."""
+    """NaN, which is in no range, for what is not a number."""
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
 
 

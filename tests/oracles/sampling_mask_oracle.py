@@ -42,7 +42,7 @@ def row_of(
 
 
 def kept_by_top_p(logits: Sequence[float], p: float, temperature: float) -> list[int]:
-    """The fewest likeliest tokens that have the probability p together."""
+    """The fewest top-k tokens that have the probability p together."""
     found = log_probabilities(logits, range(len(logits)), temperature)
     order = sorted(found, key=lambda j: -found[j])
     total, kept = 0.0, []

@@ -147,7 +147,7 @@ class Settings:
 
     @property
     def step_mean(self) -> str:
-        """The aggregation of what has none of its own."""
+        """The aggregation of a term that has none."""
         return "token_mean" if self.per_token else "sample_mean"
 
     @property
@@ -421,7 +421,7 @@ def _policy(documents: Sequence[Document], settings: Settings, gradients: Sequen
         tokens = document.tokens(rows, settings.temperature, "old", "advantages", "rollout")
         gamma, kappa = token_oracle.correction(settings.correction, tokens, *settings.bounds)
         kappa = kappa if document.kept is None else document.kept[rows]
-        # where, not a product: a rejected token is absent, whatever its weight
+        # where, not a product: a rejected token is absent, with any weight
         values, slopes = token_oracle.loss_of(settings.objective, tokens, settings.numbers)
         found.append((tokens, np.where(kappa, gamma, 0.0), values, slopes))
         kept.append(int(kappa.sum()))

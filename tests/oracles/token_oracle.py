@@ -175,7 +175,7 @@ def gspo_token(tokens: Tokens, clip_eps_low: float, clip_eps_high: float):
 def sequence_share(coefficients: np.ndarray) -> np.ndarray:
     """What each of a document's N tokens weighs in the gradient of one loss that they share.
 
-    S loss(R), S = sum_t c_t over the document, has d/dl_t = S loss'(R) R / N for every t: the mean of c times g, whatever
+    S loss(R), S = sum_t c_t over the document, has d/dl_t = S loss'(R) R / N for every t: the mean of c times g, for all
     c_t itself is, 0 included.
     """
     return np.full_like(coefficients, coefficients.sum() / len(coefficients))

@@ -1,4 +1,4 @@
-"""The comparisons themselves: each must fail on whatever could hide an error."""
+"""The comparisons themselves: each must fail on everything that could hide an error."""
 
 import math
 

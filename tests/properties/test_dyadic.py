@@ -111,20 +111,21 @@ def shard_sums(step: DyadicStep, cell: Sequence[tuple[int, Tensor]], cp_size: in
 @pytest.mark.parametrize("mode", sorted(AGGREGATIONS))
 def test_every_partition_of_a_dyadic_step_has_the_same_bits(mode, full, evidence):
     rng = random.Random(mode)
-    for _ in range(100 if full else 10):
+    cuts = PARTITIONS_PER_STEP if full else 20
+    for _ in range(100 if full else 4):
         step = dyadic_step(rng)
         expected = torch.tensor(step.exact(mode), dtype=torch.float32)
         assert float(expected) == step.exact(mode)
-        sums = torch.stack([partitioned_sum(step, mode, rng) for _ in range(PARTITIONS_PER_STEP)])
-        assert torch.equal(sums, expected.expand(PARTITIONS_PER_STEP))
-        evidence(cases=PARTITIONS_PER_STEP)
+        sums = torch.stack([partitioned_sum(step, mode, rng) for _ in range(cuts)])
+        assert torch.equal(sums, expected.expand(cuts))
+        evidence(cases=cuts)
 
 
 def test_gaussian_losses_do_not_stay_bit_equal():
     """Control: the comparison sees a last bit."""
     rng = random.Random(0)
     step = dyadic_step(rng, gaussian=True)
-    sums = {float(partitioned_sum(step, "token_mean", rng)) for _ in range(PARTITIONS_PER_STEP)}
+    sums = {float(partitioned_sum(step, "token_mean", rng)) for _ in range(20)}
     assert len(sums) > 3
 
 

@@ -108,7 +108,7 @@ def what_occurs(case: StepCase) -> set[str]:
         "a loss term of weight 0": any(term.weight == 0 for term in asked.terms),
         "live": asked.denominator == "live" and any(t.tokens == "rl" for t in asked.terms),
         "kept, with rejections": is_kept and any(t.tokens == "rl" for t in asked.terms),
-        "kept, beside other tokens": is_kept and any(t.tokens != "rl" for t in asked.terms),
+        "kept, with other tokens": is_kept and any(t.tokens != "rl" for t in asked.terms),
         "the weights of the objective": any(t.aggregation == "policy" for t in asked.terms),
         "a custom reducer": asked.aggregation == CUSTOM and asked.has_policy,
         "its weights": asked.aggregation == CUSTOM and any(t.aggregation == "policy" for t in asked.terms),
@@ -352,7 +352,7 @@ def test_a_loss_of_a_term_that_is_not_finite_stops_the_step(kind):
 
 @pytest.mark.parametrize("layout", [Layout(data=2), Layout(microbatches=4)], ids=str)
 def test_a_micro_batch_without_a_token_of_a_term_needs_none_of_its_fields(layout):
-    """Here every sample has a micro-batch or rank of its own."""
+    """Here every sample has its own micro-batch or rank."""
     rng, cases = random.Random(f"fields {layout}"), []
     while len(cases) < 4:
         case = term_cases.random_case(rng, terms=(Term("t", "opd", 0.5),))

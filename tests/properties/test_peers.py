@@ -1,4 +1,4 @@
-"""docs/migrating.md and the last columns of docs/objectives.md, row by row: our flags beside the other side's formula.
+"""docs/migrating.md and the last columns of docs/objectives.md, row by row: our flags compared with the other side's formula.
 
 The formulas are written out in plain float64 torch over padded [B, T] rows, as the other frameworks hold them. Our side goes the
 whole way from flags to the gradient of the logits. What the pages call the same must agree in loss and gradient; what they call

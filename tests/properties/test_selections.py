@@ -63,7 +63,7 @@ def test_the_fused_head_equals_the_oracle(name):
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Samples by [rank][micro-batch]; a micro-batch that is cut over ranks of its own stands under each of them."""
+    """Samples by [rank][micro-batch]; a micro-batch that is cut over its own ranks stands under each of them."""
 
     cells: list[list[list[int]]]
     runs: list[list[ContextRanks | None]]

@@ -126,5 +126,5 @@ def test_resuming_with_another_number_of_ranks_is_a_named_error(whole, full, evi
     if not full:
         pytest.skip("a further launch belongs to `make prove`")
     done = launch(whole, "--load", str(whole / "saved"), ranks=2, check=False)
-    assert "the checkpoint holds the document positions of 1 data-parallel ranks and this run has 2" in done.stderr
+    assert "the checkpoint has the document positions of 1 data-parallel ranks and this run has 2" in done.stderr
     evidence(cases=1)

@@ -30,7 +30,7 @@ def launch(run: Path, *flags: str) -> Path:
 
 @launches.launch
 def sampled(folder, full):
-    """A run that samples, with both writers. Beside it, first steps on its samples, by the divisor of the constant."""
+    """A run that samples, with both writers. In addition, first steps on its samples, by the divisor of the constant."""
     run = folder / "sampled"
     launch(run, "--wandb-project", "pg", "--wandb-exp-name", "test", "--wandb-save-dir", str(run / "wandb"))
 
@@ -87,7 +87,7 @@ def of_sharp_tokens(folder, full):
 
 @launches.launch
 def mixed(folder, full):
-    """Runs of the same rollouts, alone and with right answers beside them, which fill micro-batches of their own."""
+    """Runs of the same rollouts, alone and with right answers, which fill their own micro-batches."""
     steps = ["--micro-batch-size", "16", "--train-iters", "2"]
     beside = ["--global-batch-size", "160", "--demonstrations-per-step", "32", "--pg-term", "sft:ce,weight=0.1"]
     launch(folder / "alone", *steps)

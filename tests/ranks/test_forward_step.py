@@ -61,7 +61,7 @@ def cases(full):
 
 @launches.launch
 def results(folder, full):
-    """Folders of one launch of two ranks and one of a single rank, which run beside each other."""
+    """Folders of one launch of two ranks and one of a single rank, which run at the same time."""
     two, one = folder / "two", folder / "one"
     two.mkdir()
     one.mkdir()
@@ -192,7 +192,7 @@ def test_replayed_experts_are_another_step_than_the_models_own_choice(results):
     assert worst_difference(replayed, plain) > 1000 * LIMIT
 
 
-@pytest.mark.proof("Real ranks, micro-batches on ranks of their own: gradient and metrics on 2 ranks equal one process")
+@pytest.mark.proof("Real ranks, micro-batches on their own ranks: gradient and metrics on 2 ranks equal one process")
 def test_micro_batches_on_ranks_of_their_own_have_the_gradient_and_metrics_of_one_process(results, full, evidence):
     two, one = results
     cases = DYNAMIC_FULL if full else DYNAMIC
@@ -200,7 +200,7 @@ def test_micro_batches_on_ranks_of_their_own_have_the_gradient_and_metrics_of_on
     check_metrics(two, one, cases, ranks=2)
 
 
-@pytest.mark.proof("Real ranks, micro-batches on ranks of their own: gradient and metrics on 4 ranks equal one process")
+@pytest.mark.proof("Real ranks, micro-batches on their own ranks: gradient and metrics on 4 ranks equal one process")
 def test_micro_batches_on_runs_of_four_ranks_equal_one_process(results, tmp_path, full, evidence):
     if not full:
         pytest.skip("four ranks are started by `make prove`")
@@ -277,7 +277,7 @@ def test_gradients_under_megatron_fsdp_equal_those_of_one_process(results, full,
 
 
 def test_megatrons_own_divisors_of_multi_token_prediction_are_those_of_slices(results):
-    """What docs/megatron.md shows beside ours; where one of these becomes exact, Megatron has changed."""
+    """What docs/megatron.md shows compared with ours; where one of these becomes exact, Megatron has changed."""
     two, one = results
     errors = {case: worst_difference(gradients(two, case), gradients(one, reference_of(case))) for case in MTP_PLAIN}
     assert min(errors.values()) > 1e-3, errors

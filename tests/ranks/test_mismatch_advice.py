@@ -1,4 +1,4 @@
-"""The example with a rollout engine of its own: one at the trainer's temperature gives no advice, another one does."""
+"""The example with its own rollout engine: one at the trainer's temperature gives no advice, another one does."""
 
 from functools import partial
 

@@ -43,7 +43,7 @@ from rank_cases import (
 )
 
 INSTALLED = metadata.version("megatron-core")
-OTHERS = ["0.16.1", "0.18.2", "0.19.2"]  # beside 0.17.1, which the Makefile installs
+OTHERS = ["0.16.1", "0.18.2", "0.19.2"]  # in addition to 0.17.1, which the Makefile installs
 CONTRACT_LIMIT = 1e-14
 TRAINING = [v for v in OTHERS if Version(v) >= Version("0.17")]  # whose wheel carries megatron.training
 LACKING = {"0.16.1": {"experts", "hybrid"}}  # its router needs Transformer Engine

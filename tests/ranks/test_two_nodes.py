@@ -36,7 +36,7 @@ def begin_nodes(folder, *flags: str, script: str = "") -> list[subprocess.Popen]
 
 @launches.launch
 def trained(folder, full):
-    """Every layout on two nodes, and beside it on one."""
+    """Every layout on two nodes, and on one node."""
     if not full:
         return None
 

@@ -289,8 +289,10 @@ def warned(rule: str, case: str, overrides: dict[str, object], *texts: str):
     return pytest.param(overrides, list(texts), id=f"{rule} {case}")
 
 
-FP16 = "--fp16: with --num-experts gradients hold a sum over all positions of the step until finalize; the loss scale must absorb it"
-FLOAT32 = "{} has no effect here: without --bf16 and --fp16 hidden states, weights, logits and their gradients are float32 anyway"
+FP16 = "--fp16: with --num-experts gradients are sums over all positions of the step until finalize; the loss scale must absorb it"
+FLOAT32 = (
+    "{} has no effect here: without --bf16 and --fp16, hidden states, weights, logits and their gradients are float32"
+)
 PRECEDENCE = "--custom-pg-loss-reducer-function-path takes precedence: --loss-aggregation {} does not shape pg_loss"
 # The first 12 digits of the sha256 of user_reducers.py in USER_FILES.
 SOURCE = "reducer user_reducers:turn_mean (user_reducers.py, sha256 450ccdd0cc80)"
@@ -553,8 +555,8 @@ def test_the_help_names_every_flag():
 @pytest.mark.parametrize(
     ("overrides", "fragment"),
     [
-        (pg("gspo") | mode("token_mean", calculate_per_token_loss=True), "token_mean weighs"),
-        (pg("gmpo") | mode("token_mean", calculate_per_token_loss=True), "token_mean weighs"),
+        (pg("gspo") | mode("token_mean", calculate_per_token_loss=True), "token_mean has other weights"),
+        (pg("gmpo") | mode("token_mean", calculate_per_token_loss=True), "token_mean has other weights"),
         (pg("gspo", clip_eps_high=0.2), "an eps of 0.2 hardly ever reaches (the paper: 3e-4 and 4e-4)"),
         ({"pg_kl_coef": 0.1, "pg_kl_estimator": "k1"}, "--pg-kl-estimator k1: its expected gradient is 0"),
         ({"pg_kl_coef": 0.1, "pg_kl_estimator": "k3"}, "--pg-kl-estimator k3: its gradient is that of KL(π_ref‖π)"),

@@ -221,7 +221,7 @@ def test_the_gather_is_the_inverse_of_the_slice_and_its_backward_the_adjoint():
 @pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_backward_of_the_gather_is_its_adjoint(size, qkv_format):
-    """<y, A x> = <A* y, x> summed over the ranks, where every rank reads the whole sample with a y of its own."""
+    """<y, A x> = <A* y, x> summed over the ranks, where every rank reads the whole sample with its own y."""
     total, response, width = 23, 15, 32 if qkv_format == "bshd" else None
     x, y = torch.randint(-9, 9, (response, 3)).double(), torch.randint(-9, 9, (size, response, 3)).double()
 

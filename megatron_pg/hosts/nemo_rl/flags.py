@@ -54,23 +54,23 @@ _NO_EFFECT = {  # our arguments without effect: why
 }
 
 
-def missing(theirs: Mapping[str, Any]) -> list[str]:
+def missing(loss_fn: Mapping[str, Any]) -> list[str]:
     """Options that this adapter reads and the configuration lacks."""
-    return sorted(_KNOWN - theirs.keys())
+    return sorted(_KNOWN - loss_fn.keys())
 
 
-def given(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Our options among theirs."""
-    return dict(theirs.get(OURS) or {})
+def given(loss_fn: Mapping[str, Any]) -> dict[str, Any]:
+    """Our options in `loss_fn`."""
+    return dict(loss_fn.get(OURS) or {})
 
 
-def inherited(theirs: Mapping[str, Any]) -> Iterator[Inherited]:
+def inherited(loss_fn: Mapping[str, Any]) -> Iterator[Inherited]:
     """Values that our arguments take from their options."""
-    ours = given(theirs)
+    ours = given(loss_fn)
     if not _gives_aggregation(ours):
-        mode = "token_mean" if theirs["token_level_loss"] else "sample_mean"
+        mode = "token_mean" if loss_fn["token_level_loss"] else "sample_mean"
         yield Inherited("loss_fn.token_level_loss", "loss_aggregation", mode)
-    selected = next((option for option in _OBJECTIVES if theirs[option]), None)
+    selected = next((option for option in _OBJECTIVES if loss_fn[option]), None)
     objective = _OBJECTIVES[selected] if selected else None
     if objective:
         yield Inherited(f"loss_fn.{selected}", "pg_objective", objective)
@@ -81,30 +81,30 @@ def inherited(theirs: Mapping[str, Any]) -> Iterator[Inherited]:
         ("ratio_clip_max", "pg_cispo_cap", 1),
         ("ratio_clip_c", "pg_dual_clip", 0),
     ):
-        if name in reads and theirs[option] is not None:
-            yield Inherited(f"loss_fn.{option}{' + 1' * plus}", name, plus + theirs[option])
-    coefficient = _kl_coefficient(theirs)
+        if name in reads and loss_fn[option] is not None:
+            yield Inherited(f"loss_fn.{option}{' + 1' * plus}", name, plus + loss_fn[option])
+    coefficient = _kl_coefficient(loss_fn)
     yield Inherited("loss_fn.reference_policy_kl_penalty", "pg_kl_coef", coefficient)
-    if coefficient and "pg_kl_estimator" not in ours and not _has_no_estimator(theirs):
+    if coefficient and "pg_kl_estimator" not in ours and not _has_no_estimator(loss_fn):
         # NeMo-RL weighs k3 by π/sg(π): value k3 and gradient x, which is k2's
         yield Inherited("loss_fn.reference_policy_kl_type k3, by its gradient,", "pg_kl_estimator", "k2")
-    if theirs["use_importance_sampling_correction"]:
-        yield from _correction(theirs)
+    if loss_fn["use_importance_sampling_correction"]:
+        yield from _correction(loss_fn)
 
 
 def _reads(objective: str | None, ours: Mapping[str, Any]) -> set[str]:
-    """Arguments that the objective in force reads; a custom objective reads none of theirs."""
+    """Arguments that the objective in force reads; a custom objective reads none."""
     if ours.get("pg_custom_objective_path"):
         return set()
     declared = OBJECTIVES.get(objective or ours.get("pg_objective", DEFAULT))
     return {number.attribute for number in declared.numbers} if declared else set()
 
 
-def _correction(theirs: Mapping[str, Any]) -> Iterator[Inherited]:
-    kind = theirs[f"{_TIS}_type"]
-    name = _CORRECTIONS.get((kind, theirs["sequence_level_importance_ratios"]))
+def _correction(loss_fn: Mapping[str, Any]) -> Iterator[Inherited]:
+    kind = loss_fn[f"{_TIS}_type"]
+    name = _CORRECTIONS.get((kind, loss_fn["sequence_level_importance_ratios"]))
     if name is not None:
-        low, high = theirs[f"{_TIS}_ratio_min"], theirs[f"{_TIS}_ratio"]
+        low, high = loss_fn[f"{_TIS}_ratio_min"], loss_fn[f"{_TIS}_ratio"]
         option = "loss_fn.use_importance_sampling_correction"
         yield Inherited(option if kind is None else f"{option} with {kind}", "pg_correction", name)
         yield Inherited(f"loss_fn.{_TIS}_ratio_min", "pg_correction_low", 0.0 if low is None else low)
@@ -115,54 +115,54 @@ def _gives_aggregation(ours: Mapping[str, Any]) -> bool:
     return "loss_aggregation" in ours or "custom_pg_loss_reducer_function_path" in ours
 
 
-def _kl_coefficient(theirs: Mapping[str, Any]) -> float:
-    return 0.0 if theirs["use_kl_in_reward"] else theirs["reference_policy_kl_penalty"]
+def _kl_coefficient(loss_fn: Mapping[str, Any]) -> float:
+    return 0.0 if loss_fn["use_kl_in_reward"] else loss_fn["reference_policy_kl_penalty"]
 
 
-def _has_no_estimator(theirs: Mapping[str, Any]) -> bool:
-    return theirs["reference_policy_kl_type"] != "k3" or theirs["use_on_policy_kl_approximation"]
+def _has_no_estimator(loss_fn: Mapping[str, Any]) -> bool:
+    return loss_fn["reference_policy_kl_type"] != "k3" or loss_fn["use_on_policy_kl_approximation"]
 
 
-def not_read(theirs: Mapping[str, Any]) -> str:
-    """Options of theirs without effect on this loss, for the banner."""
-    ours = given(theirs)
+def not_read(loss_fn: Mapping[str, Any]) -> str:
+    """Options of `loss_fn` without effect on this loss, for the banner."""
+    ours = given(loss_fn)
     unused = ["kl_input_clamp_value, kl_output_clamp_value: the penalty is not clamped"]
     if "pg_kl_estimator" in ours:
         unused.append("reference_policy_kl_type")
-    if not {CLIP_EPS_LOW.attribute, CLIP_EPS_HIGH.attribute} & {flag.attribute for flag in inherited(theirs)}:
+    if not {CLIP_EPS_LOW.attribute, CLIP_EPS_HIGH.attribute} & {flag.attribute for flag in inherited(loss_fn)}:
         unused.append("ratio_clip_min, ratio_clip_max: the objective has no such bounds")
     if _gives_aggregation(ours):
         unused.append("token_level_loss: the aggregation is given")
     return "; ".join(unused)
 
 
-def refused(theirs: Mapping[str, Any], usual: Mapping[str, Any] = {}) -> Iterator[str]:
+def refused(loss_fn: Mapping[str, Any], usual: Mapping[str, Any] = {}) -> Iterator[str]:
     """Messages about options that this loss does not support; `usual` are the defaults of the installed release."""
-    ours = given(theirs)
-    for option in sorted(theirs.keys() - {*_KNOWN, OURS}):
-        known = f"loss_fn.{option}={theirs[option]!r} is"
+    ours = given(loss_fn)
+    for option in sorted(loss_fn.keys() - {*_KNOWN, OURS}):
+        known = f"loss_fn.{option}={loss_fn[option]!r} is"
         if option not in usual:
             yield f"{known} not an option of NeMo-RL's loss or of this adapter. Remove it."
-        elif theirs[option] != usual[option]:
+        elif loss_fn[option] != usual[option]:
             yield (
                 f"{known} an option of NeMo-RL's loss that megatron_pg does not compute. Set it to its default "
                 f"{usual[option]!r}."
             )
     for option, reason in _UNSUPPORTED.items():
-        if theirs[option]:
-            yield f"loss_fn.{option}={theirs[option]!r} is not supported by this loss: {reason}"
-    selected = [option for option in _OBJECTIVES if theirs[option]]
+        if loss_fn[option]:
+            yield f"loss_fn.{option}={loss_fn[option]!r} is not supported by this loss: {reason}"
+    selected = [option for option in _OBJECTIVES if loss_fn[option]]
     if len(selected) > 1:
         yield f"loss_fn.{' and loss_fn.'.join(selected)} together have no objective here; keep one"
-    kind, is_on = theirs[f"{_TIS}_type"], theirs["use_importance_sampling_correction"]
-    if is_on and (kind, theirs["sequence_level_importance_ratios"]) not in _CORRECTIONS:
+    kind, is_on = loss_fn[f"{_TIS}_type"], loss_fn["use_importance_sampling_correction"]
+    if is_on and (kind, loss_fn["sequence_level_importance_ratios"]) not in _CORRECTIONS:
         yield f"loss_fn.{_TIS}_type={kind!r} has no correction here; give megatron_pg.pg_correction instead"
     if kind is not None and not is_on:
         yield f"loss_fn.{_TIS}_type={kind!r} has no effect without use_importance_sampling_correction; set both"
-    if _kl_coefficient(theirs) and "pg_kl_estimator" not in ours and _has_no_estimator(theirs):
+    if _kl_coefficient(loss_fn) and "pg_kl_estimator" not in ours and _has_no_estimator(loss_fn):
         yield (
-            f"loss_fn.reference_policy_kl_type={theirs['reference_policy_kl_type']!r} (use_on_policy_kl_approximation="
-            f"{theirs['use_on_policy_kl_approximation']}) has a gradient that no estimator here has. Set "
+            f"loss_fn.reference_policy_kl_type={loss_fn['reference_policy_kl_type']!r} (use_on_policy_kl_approximation="
+            f"{loss_fn['use_on_policy_kl_approximation']}) has a gradient that no estimator here has. Set "
             "loss_fn.megatron_pg.pg_kl_estimator, for example to k3_weighted, which weighs by π/π_old."
         )
     for name, reason in _NO_EFFECT.items():

@@ -33,8 +33,8 @@ def checked(cfg: Any, refused: Sequence[str] = ()) -> CheckedArguments:
     Raises:
         ArgumentError: with every violation at once.
     """
-    theirs = cfg.model_dump()
-    if missing := nemo_flags.missing(theirs):
+    loss_fn = cfg.model_dump()
+    if missing := nemo_flags.missing(loss_fn):
         message = (
             f"loss_fn has no {', '.join(missing)}, as in {VERSION}; use that version, or a megatron_pg that supports "
             "yours"
@@ -42,13 +42,13 @@ def checked(cfg: Any, refused: Sequence[str] = ()) -> CheckedArguments:
         raise ArgumentError([("E70", message)])
     arguments = check(
         "NeMo-RL",
-        nemo_flags.given(theirs),
+        nemo_flags.given(loss_fn),
         megatron={},
-        inherited=[*nemo_flags.inherited(theirs)],
-        refused=[*nemo_flags.refused(theirs, _defaults(cfg)), *refused],
+        inherited=[*nemo_flags.inherited(loss_fn)],
+        refused=[*nemo_flags.refused(loss_fn, _defaults(cfg)), *refused],
     )
     return CheckedArguments(
-        arguments.args, [("NeMo-RL", _SCALING), *arguments.rows, ("without effect", nemo_flags.not_read(theirs))]
+        arguments.args, [("NeMo-RL", _SCALING), *arguments.rows, ("without effect", nemo_flags.not_read(loss_fn))]
     )
 
 
@@ -144,7 +144,7 @@ class PolicyGradientLossFn:
         names = _FIELDS | (
             {"ref_logprobs": "reference_policy_logprobs"} if "ref_logprobs" in self.settings.terms.reads else {}
         )
-        known = {name: data[theirs] for name, theirs in names.items()}
+        known = {name: data[loss_fn] for name, loss_fn in names.items()}
         known |= {name.removeprefix(COLUMN): data[name] for name in data if name.startswith(COLUMN)}
         fields = {name: rows(values) for name, values in known.items()}
         fields |= {"targets": rows(data["input_ids"]), "mask": mask, "sample_weights": mask / counts[:, None].double()}

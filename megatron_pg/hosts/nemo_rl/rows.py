@@ -73,7 +73,7 @@ def _places(data: Mapping[str, Any], settings: LossSettings, rows: range) -> Ite
             names["ref_logprobs"] = "reference_policy_logprobs"
         tokens = data["input_ids"][row, :length].long()
         prompt = hashlib.blake2b(tokens[:start].numpy().tobytes()).hexdigest() if with_prompts else None
-        values = {name: data[theirs][row, start:length].double() for name, theirs in names.items()}
+        values = {field: data[name][row, start:length].double() for field, name in names.items()}
         sample = Sample(
             tokens=tokens, loss_mask=mask[start:], sample_id=str(row), rollout_id=row, prompt_id=prompt, **values
         )

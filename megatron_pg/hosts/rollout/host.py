@@ -151,11 +151,13 @@ class RolloutHost:
             sys.exit(f"usage: python3 -m megatron_pg.{name} train.py [flags of {name} and of megatron_pg]")
         check_signature(self.declaration.version, f"{name}.utils.arguments:parse_args", ["add_custom_arguments"])
         arguments: Any = import_module(f"{name}.utils.arguments")
-        theirs = arguments.parse_args
+        parse_args_of_host = arguments.parse_args
 
         def parse_args(add_custom_arguments: Callable | None = None) -> argparse.Namespace:
             parsers: list[argparse.ArgumentParser] = []
-            args = theirs(add_custom_arguments=lambda parser: _with_ours(parser, add_custom_arguments, parsers))
+            args = parse_args_of_host(
+                add_custom_arguments=lambda parser: _with_ours(parser, add_custom_arguments, parsers)
+            )
             _refuse_misspelt(words[1:], parsers)
             self.checked(args)
             setattr(args, _USERS, {_INIT: vars(args).get(_INIT)})

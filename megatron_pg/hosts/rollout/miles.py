@@ -61,13 +61,13 @@ def init(args: argparse.Namespace) -> None:
     HOST.init(args)
     import miles.backends.megatron_utils.actor as actor
 
-    theirs = attribute(_ITERATORS)
-    if theirs.__module__ == __name__:
+    get_iterator = attribute(_ITERATORS)
+    if get_iterator.__module__ == __name__:
         return
 
     def get_data_iterator(args: argparse.Namespace, model: Sequence[Any], rollout_data: dict[str, Any]) -> Any:
         _taken["data"] = rollout_data
-        return theirs(args, model, rollout_data)
+        return get_iterator(args, model, rollout_data)
 
     actor.get_data_iterator = get_data_iterator
 

@@ -104,7 +104,7 @@ class Rollout:
         """The token ids that the engine kept under top-p, where it reports them."""
         if self.data.get(_SAMPLING_MASK["ids"]) is None:
             return None
-        return {ours: self.data[theirs][number] for ours, theirs in _SAMPLING_MASK.items()}
+        return {field: self.data[name][number] for field, name in _SAMPLING_MASK.items()}
 
     @property
     def is_on_policy(self) -> bool:

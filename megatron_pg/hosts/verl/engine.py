@@ -128,7 +128,8 @@ class PolicyGradientEngine(_Theirs):
         if getattr(function, "__name__", "") != "ppo_loss" or given.get("config") is not self._actor:
             raise StepPlanError(
                 f"verl trains with {getattr(function, '__name__', function)} of a configuration that the engine was "
-                "not built from, and its flags have no effect; use the actor of verl's PPO trainer, without distillation"
+                "not built from, and its flags have no effect; use the actor of verl's PPO trainer, without "
+                "distillation"
             )
         get = attribute("verl.utils.tensordict_utils:get")
         if self._settings.plan_rule.needs_prompt_ids and not get(data, "update_lr_scheduler", True):
@@ -193,8 +194,8 @@ class PolicyGradientEngine(_Theirs):
             return outputs
         group = self.get_context_parallel_group()
         count = self._routed_num_tokens(data)
-        own = count // group.size() + (group.rank() < count % group.size())
-        return outputs[0], own.to(torch.int), outputs[2]
+        num_here = count // group.size() + (group.rank() < count % group.size())
+        return outputs[0], num_here.to(torch.int), outputs[2]
 
     def _lm_head_logits_processor(
         self, logits: Tensor, label: Tensor, temperature: Tensor, *, calculate_entropy: bool, **rest: Any

@@ -50,10 +50,10 @@ def install() -> None:
         check_signature(f"{VERSION} (here is {installed})", path, parameters)
     from megatron_pg.hosts.verl.engine import ACTOR, PolicyGradientEngine
 
-    theirs, registry = attribute(_ENGINE), attribute("verl.workers.engine.base:EngineRegistry")
+    verl_engine, registry = attribute(_ENGINE), attribute("verl.workers.engine.base:EngineRegistry")
     engines = registry._engines["language_model"]["megatron"]
-    ours = type(theirs.__name__, (PolicyGradientEngine, theirs), {})
-    engines |= {device: ours for device, engine in engines.items() if engine is theirs}
+    our_engine = type(verl_engine.__name__, (PolicyGradientEngine, verl_engine), {})
+    engines |= {device: our_engine for device, engine in engines.items() if engine is verl_engine}
     config, workers = attribute("verl.workers.config:McoreActorConfig"), import_module("verl.workers.engine_workers")
     if config.__post_init__.__module__ != __name__:
         config.__post_init__ = _noted(config.__post_init__, ACTOR)

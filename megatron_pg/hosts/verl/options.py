@@ -94,11 +94,11 @@ class _Loss:
         actor, given = self.actor, self.given
         if self.is_theirs and self.mode in MODES:
             yield Inherited(f"actor.policy_loss.loss_mode {self.mode}", "pg_objective", MODES[self.mode].objective)
-        for theirs, ours in self.numbers.items():
-            value, usual = self._number(theirs), _USUAL.get(theirs)
+        for option, ours in self.numbers.items():
+            value, usual = self._number(option), _USUAL.get(option)
             is_chosen = value != usual or (self.is_theirs and ours not in given)
             if value is not None and is_chosen and ours in self._reads():
-                yield Inherited(f"actor.{theirs}", ours, float(value) + (ours == "pg_cispo_cap"))  # an absolute cap
+                yield Inherited(f"actor.{option}", ours, float(value) + (ours == "pg_cispo_cap"))  # an absolute cap
         yield from self._mean()
         if actor.use_kl_loss:
             yield Inherited("actor.kl_loss_coef", "pg_kl_coef", float(actor.kl_loss_coef))
@@ -155,7 +155,8 @@ class _Loss:
             if (value := self._number(name)) != usual and self.numbers.get(name) not in self._reads():
                 yield f"actor.{name}={value} has no effect with {given.get('pg_objective') or mode}; remove it"
         if self.has_kl and actor.kl_loss_type not in _ESTIMATORS:
-            yield f"actor.kl_loss_type={actor.kl_loss_type} has no estimator in megatron_pg; use {', '.join(_ESTIMATORS)}"
+            known = ", ".join(_ESTIMATORS)
+            yield f"actor.kl_loss_type={actor.kl_loss_type} has no estimator in megatron_pg; use {known}"
         for name in ("calculate_sum_pi_squared", "use_prefix_grouper"):
             if getattr(actor, name):
                 yield f"actor.{name} {_NOT_RUN}"

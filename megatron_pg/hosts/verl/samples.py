@@ -49,7 +49,7 @@ def _sample(rows: dict[str, Sequence[Tensor]], i: int, uid: Any, session: Any) -
     mask = rows["response_mask"][i]
     if str(uid).startswith("pad") and not mask.any():
         return None
-    optional = {ours: rows[theirs][i] for theirs, ours in _OPTIONAL.items() if theirs in rows}
+    optional = {field: rows[name][i] for name, field in _OPTIONAL.items() if name in rows}
     return Sample.build(
         tokens=rows["input_ids"][i],
         response_length=len(mask),

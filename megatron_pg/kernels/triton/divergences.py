@@ -1,9 +1,9 @@
-"""A category's summand of each divergence over a teacher's likeliest tokens, for the kernels.
+"""A category's summand of each divergence over a teacher's top-k tokens, for the kernels.
 
     value, slope = form(log Q, log P, numbers),   slope = d value / d log Q, up to what cancels
 
-The forms of `megatron_pg.objectives.terms.topk` are the specification. `numbers` are the share α or β of a mixture, its logarithm and
-log(1 - share). As in `rows`, what is not finite stays visible: comparisons choose.
+The forms of `megatron_pg.objectives.terms.topk` are the specification. `numbers` are the share α or β of a mixture, its
+logarithm and log(1 - share). As in `token_kernels`, what is not finite stays visible: comparisons choose.
 """
 
 import math
@@ -11,7 +11,7 @@ import math
 import triton
 import triton.language as tl
 
-from megatron_pg.kernels.triton.rows import log1p
+from megatron_pg.kernels.triton.token_kernels import log1p
 
 
 def numbers_of(share: float | None) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""The Triton implementation of `grpo_loss`: one launch where the whole row is here, else statistics, exchange, gradient."""
+"""The Triton implementation of `grpo_loss`: a single pass where the whole row fits, else statistics and gradient."""
 
 from functools import lru_cache
 
@@ -18,7 +18,7 @@ from megatron_pg.kernels.triton.vocab_parallel import rows_of, write_gradient
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 RESCALE_BLOCK = 8192
-# The schedule multiplies in float32, so an upstream gradient that should be D * C may come a few roundings beside it.
+# The schedule multiplies in float32, so an upstream gradient of D * C may differ by a few roundings.
 ROUNDING = tl.constexpr(2.0**-21)
 
 
@@ -33,7 +33,7 @@ def triton_loss(
         options = {"grad_scale": grad_scale, "entropy": entropy}
         return PolicyGradientLoss(*_SinglePass.apply(logits, policy_loss, vocabulary, inplace, options))
     fields, detail = policy_loss.fields, detail_of(policy_loss, entropy=entropy)
-    if detail is None and policy_loss.row:
+    if detail is None and policy_loss.token_kernel:
         targets, mask = fields.targets.contiguous(), fields.mask.contiguous()  # kernels have no strides
         return PolicyGradientLoss(*_TwoPasses.apply(logits, targets, mask, policy_loss, vocabulary, inplace))
     reader = reader_of("triton", vocabulary, fields.targets, detail, fields.mask)
@@ -42,7 +42,7 @@ def triton_loss(
 
 
 def fits_single_pass(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, entropy: bool) -> bool:
-    """Whether the single-pass kernel does the work: the loss is by token, rows are whole and fit, it was tried here or agrees."""
+    """Whether the single-pass kernel applies: a loss by token, whole rows that fit, a tried chip or one that agrees."""
     if not policy_loss.is_by_token or vocabulary.ranks > 1 or not logits.is_cuda or not len(logits):
         return False
     path = path_on(logits.device)
@@ -57,7 +57,7 @@ def fits_single_pass(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabu
 
 @lru_cache
 def path_on(device: torch.device) -> Path:
-    """How losses with a row are computed on a GPU."""
+    """How losses with a token kernel are computed on a GPU."""
     return path_of(torch.cuda.get_device_capability(device), triton.__version__)
 
 
@@ -73,7 +73,7 @@ class _SinglePass(torch.autograd.Function):
         if inplace:  # whoever saved the logits gets an error, not a wrong gradient
             torch.autograd.graph.increment_version(logits)
         ctx.gradient, ctx.grad_scale = gradient, options["grad_scale"]
-        ctx.set_materialize_grads(False)  # zeros for what has no gradient would be a launch each
+        ctx.set_materialize_grads(False)  # skip materializing zeros: one launch per unused gradient
         ctx.mark_non_differentiable(*(values for values in found.per_token if values is not None))
         return found.loss, *found.per_token
 
@@ -102,7 +102,7 @@ class _SinglePass(torch.autograd.Function):
 
 
 class _TwoPasses(torch.autograd.Function):
-    """A loss that has a row: the logits are read in the forward, and read and their gradient written in the backward."""
+    """A loss with a token kernel: the forward reads the logits, the backward reads them and writes the gradient."""
 
     @staticmethod
     def forward(ctx, logits, targets, mask, policy_loss, vocabulary, inplace):

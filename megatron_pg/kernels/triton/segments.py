@@ -1,6 +1,6 @@
-"""What a loss reads of whole sequences, in one launch: sums in float64 and in a fixed order, added over context-parallel ranks.
+"""Sums over whole sequences in one launch, float64, in a fixed order, then added over context-parallel ranks.
 
-`PolicyLoss`, the specification, takes a dozen launches for each of them.
+`PolicyLoss`, the specification, takes a dozen launches for each sum.
 """
 
 from dataclasses import dataclass
@@ -58,8 +58,8 @@ def sequence_fields(policy_loss: PolicyLoss, logprobs: Tensor) -> SequenceFields
 
 def _sum(policy_loss: PolicyLoss, logprobs: Tensor, sums: Tensor, constants: dict[str, Any]) -> None:
     """Fills the sums of this rank's tokens."""
-    fields, row, anchor = policy_loss.fields, policy_loss.row, policy_loss.terms.opsm_anchor
-    averaged = row.load_averaged() if row is not None and row.load_averaged is not None else None
+    fields, kernel, anchor = policy_loss.fields, policy_loss.token_kernel, policy_loss.terms.opsm_anchor
+    averaged = kernel.load_averaged() if kernel is not None and kernel.load_averaged is not None else None
     anchors = fields.mask if anchor is None else getattr(fields, anchor)
     read = [fields.old_logprobs, anchors, fields.advantages, fields.corrected_weights, fields.mask]
     read += [fields.sequences.order, fields.sequences.lengths]

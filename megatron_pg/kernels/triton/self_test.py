@@ -1,6 +1,6 @@
-"""The single-pass kernel against the eager reference, at its first use on a chip or with a Triton that it was not tried with.
+"""Compares the single-pass kernel with the eager reference at its first use on an untried chip or Triton release.
 
-A few rows of random numbers, over the widths and with the terms that the loss has; once in a process for each of them.
+A few rows of random numbers, as wide as the logits and with the terms of the loss; once per process for each kind.
 """
 
 import logging
@@ -18,16 +18,16 @@ from megatron_pg.kernels.triton import single_pass
 from megatron_pg.kernels.triton.terms import term_constants
 from megatron_pg.kernels.vocabulary import Vocabulary
 
-_PROGRAMS, _ROWS = 2, 7  # so that a program has several, one behind the other
+_PROGRAMS, _ROWS = 2, 7  # several rows per program, to exercise the pipeline
 _TOLERANCE = 2e-5  # float32 sums over a vocabulary
 _ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2.0**-8}  # of a gradient's entry
 _found: dict[tuple, bool] = {}
 
 
 def agrees(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, entropy: bool) -> bool:
-    """Whether the kernel, compiled for such logits and terms, gives the reference's numbers and keeps all in registers.
+    """Whether the kernel, compiled for such logits and terms, gives the reference's numbers and spills no register.
 
-    Says so in the log, or warns that it does not.
+    The result is logged; a disagreement is a warning.
     """
     built_for = term_constants(policy_loss).values()
     key = (logits.device, logits.dtype, logits.shape[1], vocabulary.valid, entropy, *built_for)
@@ -40,22 +40,22 @@ def agrees(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, e
             logging.getLogger(__name__).info("the single-pass kernel agrees with the reference on %s", logits.device)
         else:
             warnings.warn(
-                f"the single-pass kernel {why} on {torch.cuda.get_device_name(logits.device)}: the multi-pass kernels do its work, with the "
-                "reference's results and about 1.4 times the time of the loss",
+                f"the single-pass kernel {why} on {torch.cuda.get_device_name(logits.device)}: the multi-pass kernels "
+                "do its work, with the reference's results and about 1.4 times the time of the loss",
                 stacklevel=2,
             )
     return _found[key]
 
 
 def _dtypes(logits: Tensor) -> list[torch.dtype]:
-    """What its gradient may be written in."""
+    """The dtypes that its gradient may have."""
     return list(dict.fromkeys((logits.dtype, torch.bfloat16)))
 
 
 def _flaw(
     logits: Tensor, dtype: torch.dtype, policy_loss: PolicyLoss, vocabulary: Vocabulary, entropy: bool
 ) -> str | None:
-    """What is wrong with the kernel, None: nothing."""
+    """How the kernel differs from the reference; None: it does not."""
     table, loss = _drawn(logits, policy_loss, vocabulary)
     gradient = torch.empty_like(table, dtype=dtype)
     found, spills = single_pass.launch(
@@ -84,7 +84,7 @@ def _names(entropy: bool) -> tuple[str, ...]:
 
 
 def _size(loss: PolicyLoss, found: PolicyGradientLoss) -> Tensor:
-    """Sum of the absolute values of all that the loss sums, however much of it cancels."""
+    """Sum of the absolute values of the summands of the loss."""
     size = (loss.fields.corrected_weights * found.token_losses).abs().sum()
     losses = () if found.term_losses is None else found.term_losses
     for term, values in zip(loss.terms.further, losses, strict=True):
@@ -95,7 +95,7 @@ def _size(loss: PolicyLoss, found: PolicyGradientLoss) -> Tensor:
 def _are_close(ours: Tensor | None, theirs: Tensor | None, relative: float) -> bool:
     if ours is None or theirs is None:
         return ours is theirs
-    least = _TOLERANCE * theirs.abs().max()  # of rounding beside the largest
+    least = _TOLERANCE * theirs.abs().max()  # rounding, relative to the largest
     return bool(((ours - theirs).abs() <= relative * theirs.abs() + least).all())
 
 
@@ -115,7 +115,7 @@ def _drawn(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary) -> t
 
 
 def _known(fields: TokenFields, policy_loss: PolicyLoss, logprobs: Tensor, drawn: Any) -> TokenFields:
-    """With log-probabilities near those of the model, of all that the terms read."""
+    """The fields with every log-probability that a term reads, near those of the model."""
     near = {name: logprobs + 0.2 * drawn(_ROWS) for name in ("old_logprobs", "ref_logprobs", "teacher_logprobs")}
     terms = {each.name: TermFields(weights=drawn(_ROWS).abs()) for each in policy_loss.terms.further}
     return replace(fields, **near, terms=terms)

@@ -1,4 +1,4 @@
-"""The single-pass kernel's launch: how a program holds a row, which logits the kernel accepts, its arguments and results."""
+"""The single-pass kernel's launch: how a program holds a row, which logits are accepted, arguments and results."""
 
 import math
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ _REDUCTION_BYTES = 512
 
 
 def supports(logits: Tensor, vocabulary: Vocabulary) -> bool:
-    """True if a program fits on this device, and the rows, and a new gradient's, are laid out for 16-byte copies.
+    """Whether a program fits on this device, and rows and a new gradient allow 16-byte copies.
 
     float16 is left to the kernels whose gradient is made in the backward, where the loss scale is known.
     """
@@ -79,7 +79,7 @@ def supports(logits: Tensor, vocabulary: Vocabulary) -> bool:
 
 @lru_cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program can have."""
+    """Most bytes of shared memory of a program."""
     return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
@@ -98,13 +98,14 @@ def loss_and_gradient(
     grad_scale: float,
     entropy: bool,
 ) -> PolicyGradientLoss:
-    """Loss and per-token values of a loss that has a row, float32, 0 where masked. Fills `gradient`.
+    """Loss and per-token values of a loss with a token kernel, float32, 0 where masked. Fills `gradient`.
 
     Args:
         logits: [T, V] that `supports` accepts.
-        gradient: [T, V] of the logits' or a narrower dtype, aligned alike, may be the logits; gets grad_scale / grad_divisor * d loss / d logits.
+        gradient: [T, V] of the logits' or a narrower dtype and the same alignment; may be the logits. Receives
+            grad_scale / grad_divisor * d loss / d logits.
         policy_loss: with its [T] fields, any float; masked rows are not read.
-        vocabulary: whole; padding takes no part.
+        vocabulary: not sharded; padding has no probability and the gradient 0.
         grad_scale: factor of the gradient.
         entropy: False leaves the entropies 0, unless they are in the loss.
     """
@@ -121,7 +122,7 @@ def launch(
     entropy: bool,
     most_programs: int | None = None,
 ) -> tuple[PolicyGradientLoss, int]:
-    """`loss_and_gradient`, and how many spills the compiler needed; `most_programs`: all that fit on the GPU if None."""
+    """`loss_and_gradient`, and the compiler's number of spills; `most_programs`: None, all that fit on the GPU."""
     constants = term_constants(policy_loss)
     has_kl = constants["KL"] is not None
     out = torch.empty(5 + has_kl, len(logits), dtype=torch.float32, device=logits.device)

@@ -1,14 +1,15 @@
 """The single-pass kernel: loss, log-probability, entropy and gradient from one read and one write of the logits.
 
-A program keeps a row on its multiprocessor between the two passes over it: most of it in shared memory (groups of tiles, filled by
-asynchronous copies), the rest in registers (`kept` tiles). What fits in neither is read twice (`streamed`): the second time backwards,
-so mostly from the L2 cache. While the gradient of a row is written, group after group, the freed groups are filled with the program's
-next row, and the statistics of that row are accumulated `lag` groups later. So loads, stores and arithmetic overlap, and only the last
-groups of a row are waited for.
+A program keeps a row on its multiprocessor between the two passes over it: most of it in shared memory (groups of
+tiles, filled by asynchronous copies), the rest in registers (`kept` tiles). What fits in neither is read twice
+(`streamed`): the second time backwards, so mostly from the L2 cache. While the gradient of a row is written, group
+after group, the freed groups are filled with the program's next row, and the statistics of that row are accumulated
+`lag` groups later. So loads, stores and arithmetic overlap, and only the last groups of a row are waited for.
 
-Shared memory needs no barrier. A tile has one vector per thread, and thread i of a copy, a load and a store is the same thread: each
-thread reads only words that it has copied itself, and overwrites only words that it has read itself. `wait_group` makes a thread's own
-copies visible to it. The only barriers are those within the reduction over the threads, and the one before the target's column.
+Shared memory needs no barrier. A tile has one vector per thread, and thread i of a copy, a load and a store is the same
+thread: each thread reads only words that it has copied itself, and overwrites only words that it has read itself.
+`wait_group` makes a thread's own copies visible to it. The only barriers are those within the reduction over the
+threads, and the one before the target's column.
 
 Written in Gluon, because plain Triton cannot keep a tile in shared memory from one pass to the next.
 """
@@ -52,7 +53,7 @@ class Tiling(NamedTuple):
 
 @gluon.jit
 def _column_gradient(z, column_terms, BONUS: gl.constexpr):
-    """The gradient at logits z, with x = z c - peak: 2^x factor, or with an entropy bonus 2^x (factor + bend x)."""
+    """The gradient at logits z, x = z c - peak: 2^x factor, or with an entropy bonus 2^x (factor + bend x)."""
     c, peak, factor, bend = column_terms
     x = gl.fma(z, c, -peak)
     if BONUS:
@@ -78,7 +79,7 @@ def _tile_gradient(
 
 @gluon.jit
 def _opaque(words, key, KIND: gl.constexpr):
-    """`words`, hidden from the compiler, which would keep the float32 values of the first pass in twice the registers."""
+    """`words`, opaque to the compiler, which would keep the float32 values of the first pass in twice the registers."""
     if KIND == "bfloat16x2":
         return words ^ key
     else:
@@ -121,7 +122,7 @@ def _accumulate_slot(
     TILE: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """Add a tile of shared memory to the statistics. Copies write 0 beyond a row's end, so there `MASKED` puts -inf."""
+    """Add a tile of shared memory to the statistics. Copies write 0 beyond a row's end; `MASKED` makes it -inf."""
     m, s, t = statistics
     words = slots.index(slot).load(layout)
     if MASKED:
@@ -190,7 +191,8 @@ def _stream_gradients(
 def _load_token(row, live, logits, targets, fields, columns, logits_stride, KL: gl.constexpr, BONUS: gl.constexpr):
     """Column and logit of the target, and the values of the loss terms; 0 where the row is not live.
 
-    A target outside the vocabulary has the logit NaN, so loss and gradient of its row are NaN, and no address outside the row is read.
+    A target outside the vocabulary has the logit NaN, so loss and gradient of its row are NaN, and no address outside
+    the row is read.
     """
     target = gl.load(targets + row, mask=live, other=0)
     exists = (target >= 0) & (target < columns)
@@ -214,7 +216,7 @@ def _row_loss(
     KL: gl.constexpr,
     BONUS: gl.constexpr,
 ):
-    """The row's results, and what its gradient needs: `slope`, then peak, factor and bend of `_column_gradient`, and `_opaque`'s key.
+    """The row's results; and of its gradient: slope, then peak, factor and bend of `_column_gradient`, `_opaque`'s key.
 
     With `total` the sum of 2^(z c - peak), the probability of a column is 2^x / total.
     """
@@ -269,7 +271,7 @@ def single_pass_kernel(
     ENTROPY: gl.constexpr,
     ROW: gl.constexpr,
 ):
-    """Each program takes every `num_programs`-th row. Widths and offsets are in words of 32 bits, those of gradients in columns.
+    """Each program takes every `num_programs`-th row. Widths and offsets are in 32-bit words, of gradients in columns.
 
     `fields` are `FieldPointers`, `coefficients` lambda and eta of `terms`, `ROW` is a `Tiling`.
     """
@@ -312,8 +314,8 @@ def single_pass_kernel(
     width = columns // PAIR
     after = (SLOTS + KEPT) * TILE  # first streamed word
 
-    # The first row. Nothing overlaps yet: copy all of it, wait for all copies, accumulate. A row that is masked (not live) has the
-    # limit 0, so none of it is read here or anywhere below.
+    # The first row. Nothing overlaps yet: copy all of it, wait for all copies, accumulate. A row that is masked (not
+    # live) has the limit 0, so none of it is read here or anywhere below.
     row = gl.program_id(0).to(gl.int64)
     live = gl.load(fields.mask + row) != 0
     if AHEAD:
@@ -374,8 +376,8 @@ def single_pass_kernel(
             moves = moves | (bend != 0)
         column_terms = (c, peak, factor, bend)
 
-        # 2. The gradient of what is not in shared memory: kept tiles, then streamed ones. Zeros are written over the whole row here,
-        #    so that the groups below have nothing to write.
+        # 2. The gradient of what is not in shared memory: kept tiles, then streamed ones. Zeros are written over the
+        # whole row here, so that the groups below have nothing to write.
         following = row + gl.num_programs(0)
         live_next = gl.load(fields.mask + following, mask=following < rows, other=0) != 0
         limit = gl.where(live_next, width, 0)
@@ -396,9 +398,9 @@ def single_pass_kernel(
             for start in range(0, columns, TILE * PAIR):
                 gl.store(g_row + start, zeros, mask=g_offsets < columns - start)
 
-        # 3. The gradient of each group, and in its place the next row: the registers of the kept tiles are free now, and each group is
-        #    once its gradient is written. Group g - LAG of the next row was committed LAG iterations ago, and LAG - 1 groups after it,
-        #    so `wait_group(LAG - 1)` waits for it and leaves the later copies in flight.
+        # 3. The gradient of each group, and in its place the next row: the registers of the kept tiles are free now,
+        # and each group is once its gradient is written. Group g - LAG of the next row was committed LAG iterations
+        # ago, and LAG - 1 groups after it, so `wait_group(LAG - 1)` waits for it and leaves the later copies in flight.
         if STREAMED == 0:
             kept = _load_tiles(z_next + offsets, offsets, limit, KIND, TILE, SLOTS, KEPT)
         statistics = (floor, none, none)
@@ -427,8 +429,8 @@ def single_pass_kernel(
             # All threads have read their words of this group (above), so their copies may overwrite them.
             _fill(groups.index(g), z_next + g * PER * TILE, group_offsets, limit - g * PER * TILE)
 
-        # 4. The target's column, which another thread may have written above without the target's own part: the barrier orders the two
-        #    stores. Its logit was loaded before anything was written.
+        # 4. The target's column, which another thread may have written above without the target's own part: the barrier
+        # orders the two stores. Its logit was loaded before anything was written.
         if moves:
             thread_barrier()
             p = _column_gradient(target_logit, column_terms, BONUS)
@@ -436,8 +438,8 @@ def single_pass_kernel(
         if AHEAD:
             token = _load_token(following, live_next, logits, targets, fields, columns, logits_stride, KL, BONUS)
 
-        # 5. The rest of the next row's statistics: streamed tiles, whose registers the kept tiles get afterwards, and the last LAG
-        #    groups, each as soon as its copy is there.
+        # 5. The rest of the next row's statistics: streamed tiles, whose registers the kept tiles get afterwards, and
+        # the last LAG groups, each as soon as its copy is there.
         if STREAMED > 0:
             if live_next:
                 statistics = _stream_statistics(

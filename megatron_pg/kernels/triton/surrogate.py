@@ -1,7 +1,7 @@
-"""The loss from log-probabilities and entropies in one launch, where `PolicyLoss`, its specification, takes 30 to 100.
+"""The loss from log-probabilities and entropies in one launch; `PolicyLoss`, its specification, takes 30 to 100.
 
-So many small launches cost the host more time than the device needs for a shard of logits. A loss that reads whole sequences
-takes another launch before it, `segments`.
+That many small launches cost more host time than the device needs for a shard of logits. A loss that reads whole
+sequences takes another launch first, `segments`.
 """
 
 from typing import NamedTuple
@@ -52,7 +52,7 @@ class _PerToken(NamedTuple):
 
 
 def surrogate_loss(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> PolicyGradientLoss:
-    """What `policy_loss(logprobs, entropy)` is, for one that has a row and for [T] float32 each, 0 where masked."""
+    """`policy_loss(logprobs, entropy)` of a loss with a token kernel, from [T] float32 each, 0 where masked."""
     return PolicyGradientLoss(*_Surrogate.apply(logprobs, entropy, policy_loss))
 
 
@@ -69,7 +69,7 @@ class _Surrogate(torch.autograd.Function):
     def forward(ctx, logprobs, entropy, policy_loss):
         found, slope, bend = loss_and_slopes(policy_loss, logprobs, entropy)
         ctx.save_for_backward(slope, bend)
-        ctx.set_materialize_grads(False)  # zeros for what has no gradient would be a launch each
+        ctx.set_materialize_grads(False)  # skip materializing zeros: one launch per unused gradient
         ctx.mark_non_differentiable(*(values for values in found.per_token if values is not None))
         return found.loss, *found.per_token
 
@@ -95,7 +95,7 @@ def loss_and_slopes(
 
 
 def _evaluate(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> _PerToken:
-    """All that one launch finds, or two."""
+    """The values of one launch, or two."""
     constants, terms = term_constants(policy_loss), policy_loss.terms
     mask, of_objective = policy_loss.fields.mask, terms.objective.reads_sequences
     if terms.reads_sequences:

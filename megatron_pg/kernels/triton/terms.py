@@ -1,8 +1,8 @@
-"""All terms of the loss of one token, for the kernels: the objective by its row, a divergence and an entropy term.
+"""All terms of the loss of one token, for the kernels: objective, a divergence and an entropy term.
 
     loss_t = w l + lambda u kl - eta v H,   and its derivatives by log π and by H
 
-`PolicyLoss`, the specification, is torch; its `row` says whether these are all the terms that there are.
+`PolicyLoss`, the specification, is torch; its `token_kernel` says whether these are all the terms that there are.
 """
 
 from typing import Any, NamedTuple
@@ -15,8 +15,8 @@ from torch import Tensor
 from megatron_pg.declarations.corrections import KL_ESTIMATORS
 from megatron_pg.declarations.loss_terms import KINDS, LossTerm
 from megatron_pg.kernels.policy_loss import PolicyLoss
-from megatron_pg.kernels.triton import rows
-from megatron_pg.objectives.interface.row import MOST_NUMBERS
+from megatron_pg.kernels.triton import token_kernels
+from megatron_pg.objectives.interface.token_kernel import MOST_NUMBERS
 
 
 def _terms(policy_loss: PolicyLoss) -> tuple[LossTerm | None, LossTerm | None]:
@@ -41,7 +41,7 @@ class FieldPointers(NamedTuple):
 
 
 class FieldValues(NamedTuple):
-    """In a kernel, the fields of one token or a block of tokens: float32, 0 where nothing is trained or no term reads it."""
+    """In a kernel, the fields of one token or a block: float32, 0 where nothing is trained or no term reads them."""
 
     old_logprob: Any
     advantage: Any
@@ -66,16 +66,16 @@ def coefficients_of(policy_loss: PolicyLoss) -> tuple[float, ...]:
 
 
 def numbers_of(policy_loss: PolicyLoss) -> tuple[float, ...]:
-    """The numbers of the row, filled up with zeros."""
-    numbers = policy_loss.row.numbers if policy_loss.row else ()
+    """The numbers of the token kernel, filled up with zeros."""
+    numbers = policy_loss.token_kernel.numbers if policy_loss.token_kernel else ()
     return *numbers, *[0.0] * (MOST_NUMBERS - len(numbers))
 
 
 def term_constants(policy_loss: PolicyLoss) -> dict[str, Any]:
-    """What a kernel is compiled for: the Triton functions of the objective and the estimator, and whether H is in the loss."""
-    row, (kl, bonus) = policy_loss.row, _terms(policy_loss)
-    estimator = None if kl is None else getattr(rows, KL_ESTIMATORS[kl.estimator].function)
-    return {"TOKEN_KERNEL": row.load() if row else None, "KL": estimator, "BONUS": bonus is not None}
+    """What a kernel is compiled for: the functions of objective and KL estimator, and whether H is in the loss."""
+    kernel, (kl, bonus) = policy_loss.token_kernel, _terms(policy_loss)
+    estimator = None if kl is None else getattr(token_kernels, KL_ESTIMATORS[kl.estimator].function)
+    return {"TOKEN_KERNEL": kernel.load() if kernel else None, "KL": estimator, "BONUS": bonus is not None}
 
 
 def term_losses(policy_loss: PolicyLoss, kl: Tensor | None, entropy: Tensor) -> Tensor | None:
@@ -103,7 +103,7 @@ def load_values(fields, token, live, KL: tl.constexpr, BONUS: tl.constexpr):
 
 @triton.jit
 def loss_terms(policy, slope, logprob, entropy, values, coefficients, KL: tl.constexpr, BONUS: tl.constexpr):
-    """From loss and slope of the objective: the whole loss, its derivatives by log π and by H, and the value of the KL estimator."""
+    """From the objective's loss and slope: the whole loss, its derivatives by log π and H, and the KL estimate."""
     loss = values.weight * policy
     slope = values.weight * slope
     bend = 0.0

@@ -1,4 +1,4 @@
-"""What every kernel does with a tile of logits: running statistics, and the log-probability of a row.
+"""What every kernel computes of a tile of logits: running statistics, and the log-probability of a row.
 
 Statistics are in the log2 domain with c = log2(e) / temperature, so that every exponent is one fused multiply-add:
 
@@ -12,16 +12,16 @@ word is: one logit, or two bfloat16 logits in 32 bits.
 import triton
 import triton.language as tl
 
-# start of a running maximum: -inf would make NaN of a row that begins with -inf, and much lower ones are rounded by whole powers of 2
+# start of a running maximum: -inf would make a row that begins with -inf NaN, and lower values are rounded too coarsely
 FLOOR = tl.constexpr(-(2.0**31))
 LOWEST = tl.constexpr(-1000.0)  # 2^-1000 is 0, and 0 * -1000 is 0 where 0 * -inf would be NaN
 LN2 = tl.constexpr(0.6931471805599453)
-FUSED = {"enable_fp_fusion": True}  # of every launch; what is the default changes from release to release of Triton
+FUSED = {"enable_fp_fusion": True}  # of every launch: the default changes between releases of Triton
 
 
 @triton.jit
 def minus_infinity(KIND: tl.constexpr):
-    """The word that stands for logits that are not there."""
+    """A word whose logits are -inf."""
     if KIND == "bfloat16x2":
         return -8323200  # 0xFF80FF80
     else:
@@ -62,7 +62,7 @@ def accumulate(m, s, t, tiles, c, KIND: tl.constexpr, ENTROPY: tl.constexpr):
 
 @triton.jit
 def merge(m1, s1, t1, m2, s2, t2):
-    """Statistics of two disjoint sets of columns, together."""
+    """Statistics of the union of two disjoint sets of columns."""
     m = tl.maximum(m1, m2)
     d1 = m1 - m
     d2 = m2 - m
@@ -73,9 +73,9 @@ def merge(m1, s1, t1, m2, s2, t2):
 
 @triton.jit
 def logprob_and_entropy(m, s, t, target_logit, c):
-    """Log-probability of the target and entropy of the row, in nats; NaN if its largest logit is out of range (2^31 / c).
+    """Log-probability of the target and entropy of the row, nats; NaN if the largest logit is out of range (2^31 / c).
 
-    The last product is a fused multiply-add of its own: fused with a caller's subtraction it would not be the rounded
+    The last product is its own fused multiply-add: fused with a caller's subtraction it would not be the rounded
     value that is stored, and a ratio of equal policies not exactly 1.
     """
     log_sum = tl.log2(s)

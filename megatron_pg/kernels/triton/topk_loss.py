@@ -1,4 +1,4 @@
-"""The loss from `TopKRowStatistics`: one launch per divergence; the other terms are computed as if there were no teacher."""
+"""The loss from `TopKRowStatistics`: one launch per divergence; the other terms as without a teacher."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ def topk_loss(
     """The loss from `TopKRowStatistics.outputs` and its `topk_ids`; differentiable."""
     logprobs, entropy, head, tail = outputs
     rest = policy_loss.without_topk
-    found = surrogate_loss(rest, logprobs, entropy) if rest.row else rest(logprobs, entropy)
+    found = surrogate_loss(rest, logprobs, entropy) if rest.token_kernel else rest(logprobs, entropy)
     added, values, mass = _Divergences.apply(head, tail, ids, policy_loss, vocabulary)
     own, others = iter(values), iter(() if found.term_losses is None else found.term_losses)
     losses = [next(own if term.reads_topk else others) for term in policy_loss.terms.further]
@@ -38,7 +38,7 @@ def topk_loss(
 
 
 class _Divergences(torch.autograd.Function):
-    """Of all loss terms over the teacher's likeliest tokens: the weighted sum, their losses [n, T], and the student's mass [T]."""
+    """Of the terms over the teacher's top-k tokens: weighted sum, losses [n, T], and the student's mass [T]."""
 
     @staticmethod
     def forward(ctx, head, tail, ids, policy_loss, vocabulary):
@@ -102,7 +102,7 @@ def divergence_kernel(
     FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: the divergence, weighted and not, and slope_scale times the derivatives of the weighted by log q and log Q_tail."""
+    """One row: the divergence, weighted and not, and slope_scale times its derivatives by log q and log Q_tail."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     token = tl.load(ids + row * K + k, k < K, -1)

@@ -92,7 +92,7 @@ def _steps(impl: str, weight: Tensor, vocabulary: Vocabulary) -> ScaledExp:
 
 def _loss_and_slopes(policy_loss: PolicyLoss, logprobs: Tensor, impl: str) -> tuple[PolicyGradientLoss, Tensor]:
     """The loss of a part of the rows, and its derivatives by their log-probabilities, in memory of its own."""
-    if impl == "torch" or not policy_loss.row:
+    if impl == "torch" or not policy_loss.token_kernel:
         return _by_torch(policy_loss, logprobs)
     from megatron_pg.kernels.triton.surrogate import surrogate_and_slopes  # torch alone must not need Triton
 

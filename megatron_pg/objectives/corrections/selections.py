@@ -2,8 +2,8 @@
 
     cov = (A - mean A)(log π_old - mean log π_old),   d = log π_old - log π_rollout
 
-The tokens stand in an order that no layout changes: by samples, then within the sample. Of equal keys the earlier comes first.
-Sums are exact, so every choice has the same tokens however the step is cut. docs/objectives.md has the sources.
+The tokens stand in an order that no layout changes: by samples, then within the sample. Of equal keys the earlier comes
+first. Sums are exact, so every choice has the same tokens however the step is cut. docs/objectives.md has the sources.
 """
 
 import bisect
@@ -27,7 +27,7 @@ _GOLDEN, _MIX = -7046029254386353131, (-4658895280553007687, -772359229311070568
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepKeys:
-    """The trained tokens of a step, sample behind sample."""
+    """The trained tokens of a step, sample after sample."""
 
     keys: Tensor  # [T] float64
     lengths: Sequence[int]  # [S] trained tokens of each sample
@@ -89,8 +89,9 @@ def check_size(samples: Sequence[Sample], correction: Correction) -> None:
             if (bad := sample.loss_mask & (values.abs() > _LARGEST)).any():
                 k = int(bad.nonzero()[0])
                 raise ValueError(
-                    f"{name} of sample {sample.sample_id} is {float(values[k]):g} at response token {k}, and --pg-correction "
-                    f"{correction.name} compares all tokens of the step, whose sums would not be finite. Repair the value."
+                    f"{name} of sample {sample.sample_id} is {float(values[k]):g} at response token {k}, and "
+                    f"--pg-correction {correction.name} compares all tokens of the step, whose sums would not be "
+                    "finite. Repair the value."
                 )
 
 
@@ -126,7 +127,7 @@ def drawn_between(step: StepKeys, correction: Correction) -> TokenSelection:
 
 
 def below_quantile(step: StepKeys, correction: Correction) -> TokenSelection:
-    """The keys below the (1 - f) quantile of all, by linear interpolation: of the 1 + ⌊f·(T - 1)⌋ largest none is, nor of their equals."""
+    """The keys below the (1 - f) quantile, linearly interpolated: not the 1 + ⌊f·(T - 1)⌋ largest, nor their equals."""
     size = len(step.keys)
     least = step.keys.kthvalue(size - share(correction.fraction, size - 1)).values
     return TokenSelection(step.keys < least, float(least))
@@ -163,19 +164,19 @@ def average(parts: Sequence[float], count: int) -> float:
 
 
 def identity_of(sample: Sample) -> int:
-    """64 bits of what names a sample on every rank and in every layout: its step, ids, tokens and which of them are trained."""
+    """64 bits that name a sample on every rank and in every layout: its step, ids, tokens and loss mask."""
     named = (sample.step, sample.prompt_id, sample.rollout_id, sample.response_length)
     return _digest(repr(named).encode(), sample.tokens.numpy().tobytes(), sample.loss_mask.numpy().tobytes())
 
 
 def content_of(sample: Sample, keys: Tensor) -> int:
-    """64 bits of what may differ between samples with one identity; what is alike in this too is one and the same to the loss."""
+    """64 bits of what may differ between samples of one identity; samples equal in this too have the same loss."""
     values = (keys, *(each[sample.loss_mask].double() for each in (sample.old_logprobs, sample.advantages)))
     return _digest(*(each.numpy().tobytes() for each in values))
 
 
 def origin_of(seed: int, identity: int, occurrence: int) -> int:
-    """64 bits from which the draws of a sample's tokens come; `occurrence`: its number among samples with one identity."""
+    """64 bits that seed the draws of a sample's tokens; `occurrence`: its number among samples of one identity."""
     return _digest(repr((seed, identity, occurrence)).encode())
 
 

@@ -1,6 +1,6 @@
 """A user's own objective: the signature of ours, imported and tried on tiny sequences at startup.
 
-It returns the loss of each token, or a pair of that and metrics of its own: [T] values by name.
+It returns the loss of each token, or a pair of the losses and its own metrics: [T] values by name.
 """
 
 import functools
@@ -17,7 +17,7 @@ from megatron_pg.flags.errors import ArgumentError
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import recompute_violation
 from megatron_pg.flags.import_path import load_function
-from megatron_pg.objectives.custom.custom_row import custom_row, row_failure, row_refusal
+from megatron_pg.objectives.custom.token_kernel import custom_token_kernel, token_kernel_failure, token_kernel_refusal
 from megatron_pg.objectives.interface.objective import Objective
 from megatron_pg.objectives.interface.tokens import Parameters, Tokens
 
@@ -61,8 +61,8 @@ def load_custom_objective(path: str, **numbers: float) -> Objective:
     """Import the objective at `path` and try it, without averages over whole sequences too.
 
     Raises:
-        ArgumentError: rule E16, when it fails, has another shape or dtype, no gradient, a token's loss or metric depends on
-            other tokens of the micro-batch, or its row is not it.
+        ArgumentError: rule E16, when it fails, has another shape or dtype, no gradient, a token's loss or metric
+            depends on other tokens of the micro-batch, or its token kernel differs from it.
         ImportPathError: it cannot be imported or called.
     """
     function = load_function(path, OBJECTIVE_PARAMETERS)
@@ -81,10 +81,10 @@ def load_custom_objective(path: str, **numbers: float) -> Objective:
         raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
     names = tuple(reports(_tokens(torch.arange(_SIZE)), parameters))
     reads_sequences = _reads_sequences(loss, reports, parameters)
-    if reason := row_refusal(function, parameters, reads_sequences=reads_sequences):
+    if reason := token_kernel_refusal(function, parameters, reads_sequences=reads_sequences):
         raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
-    row = custom_row(function, parameters)
-    if row and (reason := row_failure(row, loss, parameters)):
+    token_kernel = custom_token_kernel(function, parameters)
+    if token_kernel and (reason := token_kernel_failure(token_kernel, loss, parameters)):
         raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
     return Objective(
         name=path,
@@ -92,7 +92,7 @@ def load_custom_objective(path: str, **numbers: float) -> Objective:
         reports=reports if names else None,
         reported=names,
         reads_sequences=reads_sequences,
-        row=row,
+        token_kernel=token_kernel,
         parameters=parameters,
     )
 
@@ -115,12 +115,12 @@ def _probe_reports(reports: Callable, parameters: Parameters) -> str | None:
             return f"reports a metric whose name is {name!r}; give a text"
         if not isinstance(values, Tensor) or values.shape != (_SIZE,):
             shape = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
-            return f"reports {name!r} with {shape} for 6 tokens; give its value at each token, which are averaged around it"
+            return f"reports {name!r} with {shape} for 6 tokens; give one value per token, without an average"
     if any(part.keys() != whole.keys() for part in parts):
         return "reports other metrics for other tokens; give the same names always"
     for name, values in whole.items():
         if not torch.equal(values.detach(), torch.cat([part[name] for part in parts]).detach()):
-            return f"reports {name!r} with another value of a token when other tokens are in the micro-batch; take no average"
+            return f"reports {name!r} of a token differently when other tokens are in the micro-batch; take no average"
     return None
 
 
@@ -133,16 +133,20 @@ def _probe(loss: Callable, parameters: Parameters) -> str | None:
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         return f"fails on six tokens: {type(error).__name__}: {error}{watched.advice()}"
     if whole.shape != (_SIZE,) or whole.dtype != torch.float64:
-        return f"gives shape {tuple(whole.shape)} and dtype {whole.dtype} for 6 tokens in float64; give the loss of each token"
+        given = f"shape {tuple(whole.shape)} and dtype {whole.dtype}"
+        return f"gives {given} for 6 tokens in float64; give the loss of each token"
     if not torch.isfinite(whole).all() or not torch.isfinite(gradient).all():
-        return "gives a loss or gradient that is not finite for ordinary log-probabilities and advantages, of which one is 0"
+        return (
+            "gives a loss or gradient that is not finite for ordinary log-probabilities and advantages, one of them 0"
+        )
     if not gradient.any():
         return "has no gradient with respect to tokens.logprobs or tokens.log_ratios, so nothing would be trained"
     for of_whole, of_parts in zip((whole, gradient), zip(*parts, strict=True), strict=True):
         if not torch.allclose(of_whole, torch.cat(of_parts), rtol=1e-9, atol=1e-12):
             return (
-                "gives a token another loss or gradient when other tokens are in the micro-batch; take no average or maximum over "
-                "tokens (tokens.sequence_log_ratios and tokens.sequence_advantages are averages over the whole sequence)"
+                "gives a token another loss or gradient when other tokens are in the micro-batch; take no average or "
+                "maximum over tokens (tokens.sequence_log_ratios and tokens.sequence_advantages are averages over the "
+                "whole sequence)"
             )
     return None
 
@@ -157,7 +161,7 @@ def _reads_sequences(loss: Callable, reports: Callable, parameters: Parameters) 
 
     try:
         without = everything(averages=False)
-    except Exception:  # whatever the user's code makes of None
+    except Exception:  # the user's code may fail on None in any way
         return True
     return not all(map(torch.equal, without, everything(averages=True)))
 

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from megatron_pg.declarations.declaration import load
 from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.objectives.interface.row import Row
+from megatron_pg.objectives.interface.token_kernel import TokenKernel
 from megatron_pg.objectives.interface.tokens import Parameters, Tokens
 
+TOKEN_KERNELS = "megatron_pg.kernels.triton.token_kernels"
 _KIND = ("reads_sequences", "has_one_loss_per_sequence", "has_one_advantage_per_sequence")  # as declared
 
 
@@ -23,34 +24,36 @@ class Objective:
     outside: Callable[[Tokens, Parameters], tuple[Tensor, Tensor]] | None = None
     """[T] bool each, above and below its bounds; None: it has none."""
     reports: Callable[[Tokens, Parameters], dict[str, Tensor]] | None = None
-    """[T] each, metrics of its own by name; None: it has none."""
+    """[T] each, its own metrics by name; None: it has none."""
     reported: tuple[str, ...] = ()  # their names
     reads_sequences: bool = False
     has_one_loss_per_sequence: bool = False
     has_one_advantage_per_sequence: bool = False
     averaged: Callable[[Tokens, Parameters], Tensor] | None = None
     """[T] whose average over the whole sequence the loss reads as `sequence_average`; None: it reads none."""
-    row: Row | None = None  # as kernels compute it; None: they end in torch
+    token_kernel: TokenKernel | None = None  # None: the kernels end in torch
     parameters: Parameters
 
 
 def objective_of(name: str, **numbers: float | None) -> Objective:
-    """The declared objective of that name, with its numbers, which `validate_args` has checked; one left out has its default."""
+    """The declared objective with its numbers, which `validate_args` has checked; a missing one has its default."""
     declared = OBJECTIVES[name]
     numbers = {number.name: default for number, default in declared.numbers.items() if default is not None} | numbers
-    loss, outside, averaged = declared.load()
-    row = None
-    if declared.row is not None and all(
+    loss, outside, averaged = declared.load(name)
+    token_kernel = None
+    has_all_numbers = all(
         number.name in numbers for number in declared.numbers
-    ):  # else the loss names it
-        averaged_row = None if declared.averaged_row is None else functools.partial(load, declared.averaged_row)
-        row = Row(functools.partial(load, declared.row), declared.row_numbers(numbers), averaged_row)
+    )  # otherwise the loss names the missing one
+    if not declared.no_token_kernel and has_all_numbers:
+        of_average = None if averaged is None else functools.partial(load, f"{TOKEN_KERNELS}:{name}_averaged")
+        load_kernel = functools.partial(load, f"{TOKEN_KERNELS}:{name}")
+        token_kernel = TokenKernel(load_kernel, declared.token_kernel_numbers(numbers), of_average)
     return Objective(
         name=name,
         loss=loss,
         outside=outside,
         averaged=averaged,
-        row=row,
+        token_kernel=token_kernel,
         parameters=Parameters(**numbers),
         **{key: getattr(declared, key) for key in _KIND},
     )

@@ -33,8 +33,8 @@ def unclamped(values: Tensor, log_ratios: Tensor) -> Tensor:
 class Parameters(SimpleNamespace):
     """The numbers of an objective, under the names of their flags (`--pg-` before them). The same on every rank.
 
-    An objective of ours has the numbers that its declaration names. A user's own has all that any objective reads; one that
-    was not given is None.
+    An objective of ours has the numbers that its declaration names. A user's own has all that any objective reads; one
+    that was not given is None.
     """
 
     def __getattr__(self, name: str) -> None:
@@ -64,7 +64,7 @@ class Tokens:
 
     @cached_property
     def weighable_logprobs(self) -> Tensor:
-        """log π for a loss that multiplies it by a ratio without gradient: it has none either where the ratio is clamped."""
+        """log π to multiply by a ratio without gradient; it has no gradient either where the ratio is clamped."""
         return unclamped(self.logprobs, self.log_ratios)
 
     @cached_property

@@ -23,9 +23,9 @@ class TermTokens:
     logprobs: Tensor  # log π, nats, differentiable
     log_ratios: Tensor | None  # log π - log π_old, differentiable; None where nothing reads it
     against: Tensor | None  # nats, of the policy that a divergence is measured from
-    entropy: Tensor | None  # H of the token's distribution, nats, differentiable; likewise
+    entropy: Tensor | None  # H of the token's distribution, nats, differentiable; None where nothing reads it
     estimator: str | None
-    categories: Categories | None = None  # of a divergence over a teacher's likeliest tokens
+    categories: Categories | None = None  # of a divergence over a teacher's top-k tokens
     mixture: float | None = None  # of such a divergence
     whole_divergence: Tensor | None = None  # from the teacher over the whole vocabulary, nats, differentiable
 

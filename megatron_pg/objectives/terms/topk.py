@@ -2,8 +2,8 @@
 
     D(P, Q),   Q_c, P_c over c in S ∪ {tail},   Q_tail = Σ_{j∉S} q_j
 
-Each form gives the summand of every category and its derivative by log Q_c, up to a multiple of Q_c that is the same for all
-categories and cancels in the gradient of the logits.
+Each form gives the summand of every category and its derivative by log Q_c, up to a multiple of Q_c that is the same
+for all categories and cancels in the gradient of the logits.
 """
 
 import math

@@ -55,7 +55,9 @@ class Rows:
 
     def to(self, move: Callable[[Tensor], Tensor]) -> Self:
         """All tensors, moved by `move` to the device that reads them."""
-        tensors = {each.name: value for each in fields(self) if isinstance(value := getattr(self, each.name), Tensor)}
+        tensors = {
+            field.name: value for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)
+        }
         return replace(self, **{name: move(value) for name, value in tensors.items()})
 
     def at(self, rows: Tensor | slice) -> Self:
@@ -92,6 +94,13 @@ class Payload(ABC, Generic[Record]):
 
         Raises:
             ValueError: for the first of them.
+        """
+
+    def check_read(self, record: Any, mask: Tensor, sample_id: str, flag: str) -> None:  # optional
+        """Refuse a record that lacks what the loss term of a flag needs at its tokens [R].
+
+        Raises:
+            ValueError: for the first such token.
         """
 
     @abstractmethod

@@ -91,6 +91,14 @@ class TopKTokens(Payload[TokenSets]):
                     f"{label} {mistake}: at response token {k}. Mask the token or repair the record; -1 means no id."
                 )
 
+    def check_read(self, record: TokenSets, mask: Tensor, sample_id: str, flag: str) -> None:
+        """Raise ValueError for a token without an id."""
+        if (bad := mask & (record.ids < 0).all(dim=1)).any():
+            raise ValueError(
+                f"{self.name} of sample {sample_id} has no id at response token {int(bad.nonzero()[0])}, which {flag} "
+                "trains. Take the token out of the mask, or record the teacher there."
+            )
+
     def to_json(self, record: TokenSets) -> dict[str, list[list]]:
         """Lists per token; a number that is not finite, which only an untrained token can have, is written as 0."""
         logprobs = torch.where(torch.isfinite(record.logprobs), record.logprobs, 0.0)

@@ -28,7 +28,7 @@ class Drawn:
     weight_version: list[int | None]
     worker: list[str | None]
     rank: list[int | None]
-    topk: tuple[Tensor, Tensor] | None = None  # [B, L, K] ids and log-probabilities of the engine's likeliest tokens
+    topk: tuple[Tensor, Tensor] | None = None  # [B, L, K] ids and log-probabilities of the engine's top-k tokens
     group: int = 1  # documents of a prompt
     truth: dict[str, str] = field(default_factory=dict)  # cause: strength
 

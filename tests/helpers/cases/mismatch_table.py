@@ -1,6 +1,6 @@
 """What `megatron-pg mismatch` makes of known faults: `python tests/helpers/cases/mismatch_table.py` prints the tables of docs/mismatch.md.
 
-Every world has a sharpness, a noise level and a number of documents of its own; 48 faults (each cause four times) at three
+Every world has a sharpness, a noise level and its own number of documents; 48 faults (each cause four times) at three
 strengths, 40 pairs of strong faults and 40 sets of rollouts without a fault. Pairs with a wrong vocabulary take it at medium
 strength: where all tokens are others, nothing else can be seen.
 """
@@ -66,7 +66,7 @@ def outcomes(
 
 
 def outcome_of(job: tuple[Text, Parameters, str, dict[str, str], int]) -> Outcome:
-    """One case, in a world of its own."""
+    """One case, in its own world."""
     text, parameters, kind, faults, number = job
     torch.set_num_threads(1)
     rng = random.Random(number)

@@ -185,7 +185,7 @@ MTP_REFERENCES += ["dp1-token_mean-mtp-terms", "dp1-token_mean-mtp-whole"]
 # apart: the predictions' gradient ends at their own layers, from 0.19.2.
 MTP_LATER = ["dp2-token_mean-mtp-apart", "cp2t-token_mean-mtp-apart-fused", "tp2s-token_mean-mtp-apart-recompute"]
 MTP_LATER_REFERENCES = ["dp1-token_mean-mtp-apart", "dp1-token_mean-mtp-apart-oracle"]
-# plain: Megatron's own losses of multi-token prediction and its divisors, beside ours.
+# plain: Megatron's own losses of multi-token prediction and its divisors, compared with ours.
 MTP_PLAIN = [f"{layout}-sample_mean-mtp-plain" for layout in ("dp2", "cp2t", "pp2")] + [
     "dp2-sample_mean-mtp-unevenplain"
 ]
@@ -196,7 +196,7 @@ def hybrid(cases: list[str]) -> list[str]:
     return [f"{case}-hybrid" for case in cases]
 
 
-# pieces: the model runs by a schedule plan, beside another backward (--overlap-moe-expert-parallel-comm).
+# pieces: the model runs by a schedule plan, together with another backward (--overlap-moe-expert-parallel-comm).
 PIECES = [
     *(f"ep2-{mode}-experts" for mode in ("sample_mean", "token_mean")),
     *("ep2-constant-experts-fused", "ep2-token_mean-experts-mtp", "ep2-sample_mean-experts-mtp-fused"),
@@ -207,7 +207,7 @@ REFERENCES += [*(f"dp1-{mode}-whole" for mode in MODES), "dp1-constant-tied-whol
 # sampling mask: samples say what could be sampled
 REFERENCES += [f"dp1-{mode}-kept" for mode in MODES]
 REFERENCES += ["dp1-sample_mean-experts-replay", "dp1-token_mean-experts-replay", "dp1-sample_mean-experts-choice"]
-# dynamic: every micro-batch is cut over ranks of its own; rope: with rotary embeddings, which Megatron's layers slice themselves.
+# dynamic: every micro-batch is cut over its own ranks; rope: with rotary embeddings, which Megatron's layers slice themselves.
 DYNAMIC = ["dp2t-sample_mean-rope-dynamic", "cp2t-token_mean-rope-dynamic"]
 DYNAMIC_DOCUMENTS = ["dp2t-constant-rope-dynamic-docs", "cp2t-prompt_mean-rope-dynamic-docs"]
 DYNAMIC_FULL = [
@@ -238,7 +238,7 @@ FSDP_FULL = [
     for kind in ("mfsdp", "mfsdp2", "mfsdp1")
     for option in ("", "-fp32", "-tied", "-overlap-fp32", "-experts", "-mtp", "-mtp-tied")
 ]
-# from 0.19.2: the fused head under it, and torch's FSDP2 (unit: the output layer is a unit of its own)
+# from 0.19.2: the fused head under it, and torch's FSDP2 (unit: the output layer is its own unit)
 FSDP_LATER = [
     *(
         f"{layout}-{mode}-{kind}-{head}"

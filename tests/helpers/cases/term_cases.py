@@ -45,7 +45,7 @@ FULL = ("full_forward_kl", "full_reverse_kl", "full_jsd")
 WEIGHTS = (1.0, 1e-9, 1e6)
 USUAL_FLOOR = Settings().tail_floor
 FIELDS = ("old_logprobs", "advantages", "rollout_logprobs", "ref_logprobs", "teacher_logprobs")
-# Objectives that take any samples: products of ratios and one advantage per sequence need samples of their own.
+# Objectives that take any samples: products of ratios and one advantage per sequence need their own samples.
 PLAIN = [
     name
     for name, declared in OBJECTIVES.items()

@@ -17,7 +17,7 @@ from megatron_pg.objectives import objective_of
 def one_term(
     kind: str, width: int, rows: int = 20, size: int = 48, padding: int = 16, **terms
 ) -> tuple[PolicyLoss, Tensor]:
-    """A divergence over the tokens of the objective, KL and bonus beside it, and logits [rows, size + padding].
+    """A divergence over the tokens of the objective, with KL and bonus, and logits [rows, size + padding].
 
     Among the rows: a tail of 1e-9 and one of 1e-26, a teacher's of 0, rows without and with one id, a target named and one not.
     """

@@ -14,65 +14,16 @@ from dataclasses import dataclass
 from megatron_pg.cli import main
 
 HUGE = ["9" * 400, "9" * 5000, "-" + "9" * 5000, "0." + "3" * 5000, str(2**62), str(-(2**63)), "1" + "0" * 308]
-NUMBERS = [
-    *(
-        "0",
-        "-0",
-        "-1",
-        "1",
-        "2",
-        "3",
-        "0.5",
-        "1e-9",
-        "1e-320",
-        "1e308",
-        "-1e308",
-        "1e400",
-        "-1e400",
-        "nan",
-        "inf",
-        "-inf",
-    ),
-    *("0x10", "1_0", "٣", "²", "1e", "+1", " 7 ", "1.", "4294967296", "1,2", "10,100,1000", "1,,2", *HUGE),
-]
+PLAIN_NUMBERS = "0 -0 -1 1 2 3 0.5 1e-9 1e-320 1e308 -1e308 1e400 -1e400 nan inf -inf 0x10 1_0 ٣ ² 1e +1 1. 4294967296"
+NUMBERS = [*PLAIN_NUMBERS.split(), *(" 7 ", "1,2", "10,100,1000", "1,,2", *HUGE)]
+SYMBOLS = "- -- --- = a=b a= % %s%n %(prog)s {} {0.__class__} $(x) \\ ' \" \ud800 é true None null [] . / ~ -h -1"
+NAMES = "a.b:c json:loads no.such:thing __main__:f a.b. /dev/null step=a tokens=tokens reward pg_loss single"
 TEXTS = [
-    *(
-        "",
-        " ",
-        "-",
-        "--",
-        "---",
-        "=",
-        "a=b",
-        "a=",
-        "%",
-        "%s%n",
-        "%(prog)s",
-        "{}",
-        "{0.__class__}",
-        "$(x)",
-        "\\",
-        "'",
-        '"',
-    ),
+    *("", " ", "x" * 300, "x" * 10_000, "\x1b" * 5000, "a" * 5000 + ":b", "prompt_id=\x1b", "日本", "\U0001f426"),
     *("\n", "\r", "\t", "a\nb", "\x00", "a\x00b", "\x1b[31m", "\x1b]0;x\x07", "\x7f", "\x9b31m", "\u202ex", "\u2028"),
-    *(
-        "\ud800",
-        "é",
-        "日本",
-        "\U0001f426",
-        "x" * 300,
-        "x" * 10_000,
-        "\x1b" * 5000,
-        "true",
-        "None",
-        "null",
-        "[]",
-        ".",
-        "/",
-    ),
-    *("a.b:c", "json:loads", "no.such:thing", "a" * 5000 + ":b", "__main__:f", "a.b.", "/dev/null", "~", "-h", "-1"),
-    *("step=a", "tokens=tokens", "prompt_id=\x1b", "reward", "pg_loss", "single", "full_iteration", "fp32"),
+    *SYMBOLS.split(),
+    *NAMES.split(),
+    *("full_iteration", "fp32"),
 ]
 
 
@@ -124,8 +75,8 @@ def broken(words: Sequence[str], found: Outcome) -> str | None:
         "has no line of an error": found.code != 2 or all(re.match("megatron-pg[ :]", line) for line in lines[:-1]),
         "has not one line of an error": found.code != 2
         or (len(lines) == 2 or (command == "validate" and len(lines) > 2)),
-        "prints beside an error": found.code != 2 or found.out == "" or "--json" in words,
-        "is no JSON": found.code == 2 or "--json" not in words or is_json_or_help(found.out),
+        "prints together with an error": found.code != 2 or found.out == "" or "--json" in words,
+        "is not JSON": found.code == 2 or "--json" not in words or is_json_or_help(found.out),
     }
     return next((name for name, holds in laws.items() if not holds), None)
 
@@ -197,40 +148,17 @@ def command_line(
 
 # --- files ---
 
-RAW = {  # what a JSON text may hold and json.dumps does not write
-    *("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1e308", "-1e308", "1e-400", "1E+5", "-0", "-0.0", "0.1e1"),
-    *("9" * 400, "9" * 5000, "-" + "9" * 5000, "1" * 310 + ".5", "01", "+1", ".5", "1.", "0x1", "1_0", "nan", "tru"),
+RAW_NUMBERS = "NaN Infinity -Infinity 1e400 -1e400 1e308 -1e308 1e-400 1E+5 -0 -0.0 0.1e1 01 +1 .5 1. 0x1 1_0 nan tru"
+RAW = {  # JSON-like texts that json.dumps does not write
+    *RAW_NUMBERS.split(),
+    *("9" * 400, "9" * 5000, "-" + "9" * 5000, "1" * 310 + ".5", "[" * 5000 + "]" * 5000, "[" * 200_000),
     *("[1,2,3,4]e5", "[1,1].5", "[1 2]", "[1,]", "{,}", '{"a": 1, "a": 2}', "'a'", '"\\u0061"', '"\\ud800"', '"\\x"'),
-    *(
-        "[" * 5000 + "]" * 5000,
-        "[" * 200_000,
-        '{"a":' * 5000 + "1" + "}" * 5000,
-        '"' + "x" * 50_000 + '"',
-        '"\x01"',
-        "",
-    ),
+    *('{"a":' * 5000 + "1" + "}" * 5000, '"' + "x" * 50_000 + '"', '"\x01"', ""),
 }
 VALUES = [
     *(None, True, False, 0, 1, -1, 0.5, -0.5, 2**31, 2**62, 2**63, -(2**63), 10**400, 1e308, -1e308, 1e-320, 1e39),
-    *(
-        "",
-        "x",
-        "0",
-        "\x1b[31m",
-        "\x9b31m",
-        "a\nb",
-        "\u202e",
-        "\ud800",
-        [],
-        {},
-        [0],
-        [[]],
-        [None],
-        [1.5],
-        ["1"],
-        {"a": 1},
-    ),
-    *([-1.0, -2.0], [1, 0], [1e308, -1e308], [1e308, 1e308], [0] * 3000),
+    *("", "x", "0", "\x1b[31m", "\x9b31m", "a\nb", "\u202e", "\ud800", [], {}, [0], [[]], [None], [1.5], ["1"]),
+    *({"a": 1}, [-1.0, -2.0], [1, 0], [1e308, -1e308], [1e308, 1e308], [0] * 3000),
 ]
 MARK = "@raw {}@"
 ESCAPED = {"step": "st\\u0065p", "tokens": "\\u0074okens", "advantage": "advantag\\u0065"}
@@ -314,7 +242,7 @@ class Mutator:
 
 
 def cases(subject: str, count: int, make: Callable[[random.Random], Sequence[str]]) -> int:
-    """Check `count` command lines that `make` draws, each from a seed of its own; their number."""
+    """Check `count` command lines that `make` draws, each from its own seed; their number."""
     for number in range(count):
         words = make(random.Random(f"{subject} {number}"))
         try:
@@ -331,4 +259,4 @@ def actions_of(add: Callable[[argparse.ArgumentParser], object]) -> list[argpars
     return [action for action in parser._actions if action.option_strings]
 
 
-sys.set_int_max_str_digits(4300)  # Python's own default, whatever the environment says
+sys.set_int_max_str_digits(4300)  # Python's own default, regardless of the environment says

@@ -2,7 +2,7 @@
 
     python tests/contract.py CASES
 
-runs on whatever megatron-core is importable and prints the figures as JSON. The schedule's part is Megatron's real
+runs on the megatron-core that is importable and prints the figures as JSON. The schedule's part is Megatron's real
 `forward_step_calc_loss`; DDP's factor (1/(D·C) with the flag off; FSDP2's with the flag on too) and finalize's division by Σn are applied here.
 """
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -40,16 +39,18 @@ def launch(
 def begin(run: Path, *flags: str, ranks: int, script: str = "", **env: str) -> subprocess.Popen:
     """The launch script; `script`, of tests/ranks, stands for the example."""
     run.mkdir(exist_ok=True, parents=True)
-    python = _python_for(script, run) if script else sys.executable
-    environment = processes.environment() | {"PYTHON": python, "RUN_DIR": str(run), "PROCESSES": str(ranks)} | env
+    environment = processes.with_warm_python(processes.environment())
+    if script:
+        environment["PYTHON"] = _python_for(script, run, environment["PYTHON"])
+    environment |= {"RUN_DIR": str(run), "PROCESSES": str(ranks)} | env
     command = ["bash", str(processes.ROOT / "examples" / "launch_cpu.sh"), *flags]
     return processes.begin(command, environment)
 
 
-def _python_for(script: str, folder: Path) -> str:
+def _python_for(script: str, folder: Path, interpreter: str) -> str:
     """An interpreter that starts the script for the example."""
     python, other = folder / f"python_{Path(script).stem}", processes.TESTS / "ranks/programs" / script
-    python.write_text(f'#!/bin/bash\nexec "{sys.executable}" "${{@/examples\\/train_grpo.py/{other}}}"\n')
+    python.write_text(f'#!/bin/bash\nexec "{interpreter}" "${{@/examples\\/train_grpo.py/{other}}}"\n')
     python.chmod(0o755)
     return str(python)
 

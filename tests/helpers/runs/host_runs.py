@@ -2,10 +2,9 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
-from processes import ROOT, environment, run
+from processes import ROOT, environment, on_ranks, wait_for, with_warm_python
 
 LIMIT = 1e-6  # of gradients in float32 against float64
 CHECKOUTS = ("SLIME", "MILES", "NEMO_RL")
@@ -20,8 +19,7 @@ def checkout(name: str) -> str | None:
 
 def figures(folder: Path, module: str, *, full: bool, **variables: str) -> dict:
     """What `tests/hosts/programs/MODULE.py` finds."""
-    runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = {name: value for name, value in environment().items() if name not in CHECKOUTS} | variables
-    env |= {"FULL": "1"} if full else {}
-    run([*runner, str(ROOT / "tests/hosts/programs/recipe_ranks.py"), str(folder), module], env)
+    env = with_warm_python(env | ({"FULL": "1"} if full else {}))
+    wait_for(on_ranks(2, env, str(ROOT / "tests/hosts/programs/recipe_ranks.py"), str(folder), module))
     return json.loads((folder / f"{module}.json").read_text(encoding="utf-8"))

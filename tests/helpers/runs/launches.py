@@ -23,7 +23,7 @@ JOBS: dict[tuple[str, str], Job] = {}  # by module and fixture
 
 
 def launch(function: Job):
-    """A module's fixture: the result of `function(folder, full)`, which runs in a thread of its own."""
+    """A module's fixture: the result of `function(folder, full)`, which runs in its own thread."""
     JOBS[function.__module__, function.__name__] = function
 
     @pytest.fixture(scope="module", name=function.__name__)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import warm
 
 TESTS = Path(__file__).parents[2]
 ROOT = TESTS.parent
@@ -28,7 +29,7 @@ FOLDERS = (
 )
 # The folder that the tests import the package from: a copy of it may be on PYTHONPATH, and what they start tests the same one.
 PACKAGE = Path(importlib.util.find_spec("megatron_pg").origin).parents[1]
-ENVIRONMENT = dict(os.environ)  # before any test changes it: launches are made beside the tests, by other threads
+ENVIRONMENT = dict(os.environ)  # before any test changes it: other threads launch during the tests
 HANG = 1800.0  # seconds after which a process is given up; no test is about time, and a loaded machine is slow
 
 
@@ -86,12 +87,24 @@ def run(command: Sequence[str], env: Mapping[str, str], *, check: bool = True) -
 
 
 def compiled_by(script: str, *words: str, first: Sequence[Path] = (), **variables: str) -> list[dict]:
-    """What a script prints, a JSON object per line, in a process of its own: whether kernels are compiled is chosen when they are imported."""
+    """What a script prints, a JSON object per line, in its own process: whether kernels are compiled is chosen when they are imported."""
     command = [sys.executable, script, *words]
     env = environment(*first) | {"TRITON_INTERPRET": "0"} | variables
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=env, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def with_warm_python(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment with an interpreter, PYTHON, that has imported torch and Megatron; torch's launcher takes PYTHON_EXEC."""
+    python = warm.python(env)
+    return {**env, "PYTHON": python, "PYTHON_EXEC": python}
+
+
+def on_ranks(size: int, env: Mapping[str, str], *words: str) -> subprocess.Popen:
+    """A script and its arguments on this many ranks of one node."""
+    runner = [env.get("PYTHON", sys.executable), "-m", "torch.distributed.run", "--standalone"]
+    return begin([*runner, "--nproc-per-node", str(size), *words], env)
 
 
 def beside_each_other(*jobs: Callable) -> list:
@@ -102,13 +115,13 @@ def beside_each_other(*jobs: Callable) -> list:
 
 def start(processes: int, out: Path, cases: Sequence[str], *first: Path) -> subprocess.Popen:
     """Run the cases on this many ranks; `first` are folders that come before all others, such as another Megatron."""
-    runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return begin([*runner, str(TESTS / "ranks/programs/ranks.py"), str(out), *cases], environment(*first))
+    env = environment(*first) if first else with_warm_python(environment())
+    return on_ranks(processes, env, str(TESTS / "ranks/programs/ranks.py"), str(out), *cases)
 
 
 @contextmanager
 def finished(launches: Sequence[subprocess.Popen], *, timeout: float = HANG) -> Iterator[None]:
-    """Wait for launches that run beside each other; none is left behind."""
+    """Wait for launches that run at the same time; none is left behind."""
     try:
         for process in launches:
             wait_for(process, timeout=timeout)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from processes import ROOT, environment, run
+from processes import ROOT, environment, on_ranks, run, wait_for, with_warm_python
 
 RECIPES = ROOT / "examples" / "recipes"
 LIMIT = 2e-6  # of gradients in float32 against float64
@@ -16,7 +16,8 @@ LIMIT = 2e-6  # of gradients in float32 against float64
 
 
 def launch(*arguments: str, processes: int = 1, first: Sequence[Path] = ()) -> str:
-    env = environment(*first) | {"PYTHON": sys.executable, "PROCESSES": str(processes)}
+    env = environment(*first) | {"PYTHON": sys.executable} if first else with_warm_python(environment())
+    env |= {"PROCESSES": str(processes)}
     return run(["bash", str(RECIPES / "launch_plain.sh"), *arguments], env).stdout
 
 
@@ -36,13 +37,12 @@ CONSTANT = ("plain_after.py", "--loss-aggregation", "constant", "--loss-aggregat
 
 def launch_ranks(out: Path, *first: Path) -> dict[str, dict]:
     """What `recipe_ranks` finds on two processes; `first` are folders that come before all others."""
-    runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = environment(*first, RECIPES)
     for checkout in ("MEGATRON_LM", "SLIME", "MILES"):
         env.pop(checkout, None)
     names = ["rl_recipe", "slime_recipe"]
     script = [str(ROOT / "tests/hosts/programs/recipe_ranks.py"), str(out), *names]
-    run([*runner, *script], env)
+    wait_for(on_ranks(2, env, *script))
     return {name: json.loads((out / f"{name}.json").read_text(encoding="utf-8")) for name in names}
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_pg.objectives.interface.row import in_torch as row_in_torch
+from megatron_pg.objectives.interface.token_kernel import in_torch as kernel_in_torch
 
 
 class Launches(list):
@@ -61,11 +61,11 @@ def _compute(k: SimpleNamespace) -> None:
     at = torch.where(exists, targets, 0)[:, None]
     logprobs = torch.where(exists, log_p.gather(1, at)[:, 0], torch.nan)
     entropy = torch.special.entr(log_p.exp()).sum(1)
-    policy, slope = row_in_torch(k.TOKEN_KERNEL, torch.float32)(logprobs, old, advantages, k.numbers)
+    policy, slope = kernel_in_torch(k.TOKEN_KERNEL, torch.float32)(logprobs, old, advantages, k.numbers)
     loss, slope = weights * policy, weights * slope
     results = [policy, loss, logprobs, logprobs - old, entropy if k.ENTROPY else torch.zeros_like(entropy)]
     if k.KL is not None:
-        kl, kl_slope = row_in_torch(k.KL, torch.float32)(logprobs, old, other)
+        kl, kl_slope = kernel_in_torch(k.KL, torch.float32)(logprobs, old, other)
         results[1], slope = loss + kl_coef * kl_weights * kl, slope + kl_coef * kl_weights * kl_slope
         results.append(kl)
     slope = torch.where(logprobs.isnan(), torch.nan, slope)

@@ -6,8 +6,10 @@ head by hand.
 
 import itertools
 import random
+from ast import literal_eval
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -346,3 +348,11 @@ class Optimizer:
 
 def scheduler() -> SimpleNamespace:
     return SimpleNamespace(step=lambda increment=0: None, get_lr=lambda group: 0.0)
+
+
+def refused_flags(host: str) -> list[tuple[dict, str]]:
+    """Options that a host refuses and a part of the message, for each line of its section in refused_flags.txt."""
+    text = (Path(__file__).parents[1] / "refused_flags.txt").read_text(encoding="utf-8")
+    (section,) = (part for part in text.split("== ")[1:] if part.startswith(f"{host}\n"))
+    lines = [line.split(" | ", 1) for line in section.splitlines() if " | " in line]
+    return [(literal_eval(given), message) for given, message in lines]

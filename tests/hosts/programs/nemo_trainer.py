@@ -66,7 +66,7 @@ class _Missing:
 
 
 def load(checkout: str) -> None:
-    """Make NeMo-RL importable from its checkout, on a CPU, whatever Python and Megatron are installed."""
+    """Make NeMo-RL importable from its checkout, on a CPU, with any Python and Megatron."""
     typing.TypedDict = typing_extensions.TypedDict  # pydantic asks for it below Python 3.12
     sys.path.insert(0, checkout)
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]

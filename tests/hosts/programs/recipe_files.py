@@ -1,4 +1,4 @@
-"""Two files of a user of slime or miles: our reducers from docs/recipes.md, and a reducer of their own form."""
+"""Two files of a user of slime or miles: our reducers from docs/recipes.md, and a reducer in their own form."""
 
 import re
 from pathlib import Path

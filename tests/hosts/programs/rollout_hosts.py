@@ -30,7 +30,7 @@ ABSENT = (
     *("ref_update_interval", "ci_save_grad_norm", "ci_load_grad_norm", "dump_details", "num_experts"),
     *("pg_metrics_file", "compress_ratios"),
 )
-# Rows of their own for each sample, miles' --qkv-format bshd, two in a micro-batch.
+# Separate rows for each sample, miles' --qkv-format bshd, two in a micro-batch.
 PADDED = {"qkv_format": "bshd", "use_dynamic_batch_size": False, "micro_batch_size": 2}
 PADDED_CASES = [
     Case(head="logits", rollouts_per_step=4),

@@ -48,7 +48,7 @@ def parse_args(add_custom_arguments=None):
     parser.add_argument("--custom-pg-loss-reducer-function-path")
     if add_custom_arguments is not None:
         parser = add_custom_arguments(parser)
-    given, _ = parser.parse_known_args()  # what it does not know it leaves unread
+    given, _ = parser.parse_known_args()  # unknown flags are left unread
     own = rollout_hosts.arguments("slime", Case(), custom_megatron_init_path=None)
     return Namespace(**vars(own) | {k: v for k, v in vars(given).items() if v is not None or k not in vars(own)})
 
@@ -86,7 +86,7 @@ def batch_of(iterator: Iterator) -> dict:
 
 def scaled(args: Namespace, batch: dict, count: int, rollouts: int, logits: Tensor) -> tuple:
     """The loss that the user's function returns, as both scale it."""
-    if args.loss_type == "policy_loss":  # slime's, with ours in the place of its own
+    if args.loss_type == "policy_loss":  # slime's, replaced by ours
         function = sys.modules["slime.backends.megatron_utils.loss"].policy_loss_function
     else:
         function = load_function(args.custom_loss_function_path)

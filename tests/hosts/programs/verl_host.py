@@ -73,7 +73,7 @@ class Absent:
 def load() -> SimpleNamespace:
     """verl's modules, imported."""
     logging.Logger.warning_once = logging.Logger.warning  # transformers adds it
-    os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # the platform is a GPU, whatever this machine has
+    os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # the platform is a GPU, on any machine
     output = type("CausalLMOutput", (SimpleNamespace,), {})
     held = {
         "ray": {"remote": lambda decorated=None, **options: decorated or (lambda each: each)},

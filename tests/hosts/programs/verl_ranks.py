@@ -254,7 +254,7 @@ def cases(full: bool, layout: str) -> list[tuple]:
     return [*whole, *(TRITON if layout in ("dp2", "tp2") else [])] if full else FAST
 
 
-# --- verl's own loss beside ours ---
+# --- verl's own loss compared with ours ---
 
 THEIRS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -498,7 +498,7 @@ def main() -> None:
         found[layout]["passes"] = [passes(verl, fused=fused, temperature=tau) for fused, tau in pairs]
         of_theirs = THEIRS if full else {"default": {}}
         kinds = [(False, 1), (False, 3), (True, 1), (True, 3)] if full else [(False, 3)]
-        found[layout]["beside"] = {
+        found[layout]["compared"] = {
             f"{name}, {per_token}, {steps}": beside(verl, flags, per_token=per_token, steps=steps)
             for name, flags in of_theirs.items()
             for per_token, steps in kinds

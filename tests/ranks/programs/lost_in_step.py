@@ -1,4 +1,4 @@
-"""Steps of one tiny model in a loop of its own, in which a rank is lost."""
+"""Steps of one tiny model in its own loop, in which a rank is lost."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -2,10 +2,10 @@
 
     python tests/ranks/programs/lost_ranks.py OUT_DIR WRITERS case [case …]
 
-A case is `layout-signal-point-victim`, such as `dp2-kill-forward-1`, of a loop of its own (`lost_in_step.py`), or behind
+A case is `layout-signal-point-victim`, such as `dp2-kill-forward-1`, of its own loop (`lost_in_step.py`), or behind
 `pretrain-` a launch script (`lost_in_pretrain.py`). This process imports everything once and forks the ranks of each case,
-because a lost rank cannot be used again; cases wait for timeouts beside each other. WRITERS processes are killed while they
-write files. Nothing but a stopped rank is waited for by the clock: its peers cannot see it otherwise.
+because a lost rank cannot be used again; cases wait for timeouts at the same time. WRITERS processes are killed while they
+write files. Only the peers of a stopped rank wait by the clock: they cannot notice it otherwise.
 """
 
 import itertools
@@ -23,7 +23,7 @@ import lost_in_pretrain
 import lost_in_step
 import ranks  # enables the CPU before Megatron is imported
 import torch
-from lost import PATIENCE, Case
+from lost import Case
 
 from megatron_pg import RolloutWriter
 from megatron_pg.metrics.file import MetricsFile
@@ -44,7 +44,7 @@ def run_child(case: Case, rank: int, port: int, folder: Path) -> None:
 
 
 def run_all(cases: list[Case], out: Path) -> None:
-    """Run the cases, a few beside each other; result.json of each says how and when its ranks ended."""
+    """Run the cases, a few at the same time; result.json of each says how and when its ranks ended."""
     waiting, running, ended = (
         list(zip(cases, forked.begin_stores(len(cases)), strict=True)),
         {},
@@ -58,24 +58,20 @@ def run_all(cases: list[Case], out: Path) -> None:
                 pid = os.fork()
                 if pid == 0:
                     run_child(case, rank, port, out / case.name)
-                running[pid] = (case, rank, time.time())
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            case, rank, _ = running.pop(pid)
-            ended[case][rank] = {"exit code": os.waitstatus_to_exitcode(status), "time": time.time()}
-            if len(ended[case]) == case.size:
-                save_result(case, out / case.name, ended[case])
-        else:
-            time.sleep(0.02)
-        end_the_rest(running, ended)
+                running[pid] = (case, rank)
+        pid, status = os.waitpid(-1, 0)
+        case, rank = running.pop(pid)
+        ended[case][rank] = {"exit code": os.waitstatus_to_exitcode(status), "time": time.time()}
+        if len(ended[case]) == case.size:
+            save_result(case, out / case.name, ended[case])
+        end_stopped_ranks(running, ended)
 
 
-def end_the_rest(running: dict, ended: dict) -> None:
-    """Kill a stopped rank whose peers have ended, and all of them where nothing happens."""
-    for pid, (case, rank, started) in running.items():
+def end_stopped_ranks(running: dict, ended: dict) -> None:
+    """Kill each stopped rank whose peers have ended."""
+    for pid, (case, rank) in running.items():
         is_stopped = case.kind == "stop" and rank == case.victim
-        is_alone = is_stopped and all(peer in ended[case] for peer in case.survivors)
-        if is_alone or time.time() - started > 2 * PATIENCE.total_seconds():
+        if is_stopped and all(peer in ended[case] for peer in case.survivors):
             os.kill(pid, signal.SIGKILL)
 
 
@@ -102,23 +98,23 @@ def kill_writers(count: int, out: Path) -> None:
     for number in range(count):
         folder = out / f"writer-{number}"
         folder.mkdir()
+        written, say = os.pipe()
         pid = os.fork()
         if pid == 0:
             metrics, rollouts = MetricsFile(folder / "metrics.jsonl"), RolloutWriter(folder / "rollouts.jsonl")
             for iteration in itertools.count(1):
                 metrics.write({"iteration": iteration, **{f"metric_{k}": 1.0 / iteration for k in range(200)}})
                 rollouts.write(samples)
-        wait_for_bytes(folder / "rollouts.jsonl", rng.randrange(200_000), pid)
+                os.write(say, b".")
+        os.close(say)
+        path, size = folder / "rollouts.jsonl", rng.randrange(200_000)
+        while os.read(written, 1) and path.stat().st_size < size:
+            pass
         os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
-def wait_for_bytes(path: Path, count: int, writer: int) -> None:
-    """Until the file has a whole line of samples and at least so many bytes."""
-    while not path.exists() or path.stat().st_size < count or path.read_bytes().count(b"\n") < 2:
-        if os.waitpid(writer, os.WNOHANG)[0]:
+        _, status = os.waitpid(pid, 0)
+        os.close(written)
+        if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
             raise RuntimeError(f"the writer of {path} has failed")
-        time.sleep(0.001)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""examples/train_grpo.py with a rollout engine of its own temperature: it draws the rollouts and reports their log-probabilities.
+"""examples/train_grpo.py with a rollout engine at another temperature: it draws the rollouts and reports their log-probabilities.
 
 ENGINE_TEMPERATURE=1.4
 """

@@ -137,7 +137,7 @@ class Bypassing(ColumnParallelLinear):
 
 
 class TELayer(torch.nn.Module):
-    """Makes logits in a way of its own, as Transformer Engine's layer of --fp8-output-proj does."""
+    """Makes logits in its own way, as Transformer Engine's layer of --fp8-output-proj does."""
 
     def __init__(self, layer: torch.nn.Module):
         super().__init__()
@@ -265,7 +265,7 @@ def taught(parts: list[list[Sample]], token: int = 0) -> list[list[Sample]]:
 
 
 def poisoned_states(parts: list[list[Sample]]) -> list[list[Sample]]:
-    """The sample built anew, as a user builds it, with a number that is not finite."""
+    """The sample built again, as a user builds it, with a number that is not finite."""
     states = trained(parts).teacher_hidden
     rest = {name: getattr(trained(parts), name) for name in ("tokens", "response_length", "loss_mask", "sample_id")}
     Sample.build(**rest, term="sft", teacher_hidden=torch.full_like(states, torch.nan))

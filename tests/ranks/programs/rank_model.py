@@ -68,8 +68,8 @@ class Layout:
     distributes over data-parallel ranks), losses of its router (auxloss, seqauxloss, zloss, or balance for all at once),
     activations (every layer is computed again in the backward), replay (the experts are the samples'), choice (they are the
     model's own), hybrid (a HybridModel), mtp and mtp2 (one and two depths of multi-token prediction; own: with the weights of
-    the aggregation; apart: they train their own layers only, from 0.19.2), rope (rotary embeddings), dynamic (every micro-batch is cut over ranks of its own), pieces (the model runs by a schedule plan, beside another backward), loss terms and whole (further losses, over a
-    teacher's likeliest tokens or its whole vocabulary).
+    the aggregation; apart: they train their own layers only, from 0.19.2), rope (rotary embeddings), dynamic (every micro-batch is cut over its own ranks), pieces (the model runs by a schedule plan, together with another backward), loss terms and whole (further losses, over a
+    teacher's top-k tokens or its whole vocabulary).
     """
 
     name: str

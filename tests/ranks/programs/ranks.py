@@ -125,7 +125,7 @@ STATES = 6  # width of the teacher's
 
 
 def taught(sample: Sample, number: int) -> Sample:
-    """With a teacher's hidden states in the place of its likeliest tokens."""
+    """With a teacher's hidden states in the place of its top-k tokens."""
     states = torch.randn(sample.response_length, STATES, generator=torch.Generator().manual_seed(number))
     return replace(sample, teacher_topk=None, teacher_hidden=states.bfloat16() if number % 2 else states)
 
@@ -140,7 +140,7 @@ def teacher_head() -> TeacherHead:
 def mixed(sample: Sample, number: int) -> Sample:
     """Every third sample is supervised, without what only the objective reads; the others have a teacher, and further tokens of `echo`.
 
-    All have the likeliest tokens of one, some of them their own.
+    All have the top-k tokens of one, some of them their own.
     """
     sample = replace(sample, teacher_topk=likeliest(sample, number))
     if number % 3 == 2:
@@ -229,7 +229,7 @@ def dynamic_batches(case: Case) -> list:
 
 
 def shared_documents() -> SharedDocumentAccumulator:
-    """What cuts the one step over ranks of its own, and then finds no other."""
+    """What cuts the one step over its own ranks, and then finds no other."""
     plane = parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     def cut(mine: list, count: int) -> list:
@@ -402,7 +402,7 @@ def free_groups() -> None:
 
 
 def free_groups_but(kept: set) -> None:
-    """Some cases make groups of their own: meshes of FSDP, ranks of micro-batches."""
+    """Some cases make their own groups: meshes of FSDP, ranks of micro-batches."""
     if made := [group for group in distributed_c10d._world.pg_map if group not in kept]:
         getattr(RotaryEmbedding.forward, "cache_clear", int)()  # it remembers arguments, groups among them
         take_apart_fsdp()

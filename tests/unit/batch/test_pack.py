@@ -65,7 +65,7 @@ def test_a_packed_row_has_chunks_of_equal_length_and_the_asked_multiple(cp_size,
     batch = pack(samples, qkv_format="thd", cp_size=cp_size, multiple_of=multiple_of)
     assert batch.num_positions % multiple_of == 0
     assert cp_size == 1 or all(length % (2 * cp_size) == 0 for length in batch.padded_lengths)
-    assert len(batch.padded_lengths) == len(samples)  # padding is no document
+    assert len(batch.padded_lengths) == len(samples)  # padding is not a document
 
 
 def test_a_packed_row_can_have_the_exact_width_that_pipeline_stages_exchange():

@@ -27,7 +27,7 @@ def test_what_is_given_comes_before_the_default_and_zero_is_given():
     assert resolved(reads, {"pg_my_low": 0.0, "pg_my_high": None}) == {"my_low": 0.0, "my_high": 2.0}
 
 
-@pytest.mark.parametrize("table", [AGGREGATIONS, OBJECTIVES, CORRECTIONS, KL_ESTIMATORS])
+@pytest.mark.parametrize("table", [AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS])
 def test_every_declared_function_can_be_loaded(table):
     for declared in table.values():
         found = declared.load()

@@ -1,4 +1,4 @@
-"""Megatron's settings that no exact loss goes with: each rule broken alone, and its near misses. `-k E55` finds one rule."""
+"""Megatron's settings by release, which rules.txt does not cover."""
 
 import sys
 import types
@@ -28,7 +28,7 @@ def test_full_recompute_of_multi_token_prediction_is_refused_where_megatron_fail
     monkeypatch.setattr(compatibility, "core_version", lambda: tuple(map(int, version.split("."))))
     args = arguments(mtp_num_layers=1, recompute_granularity="full")
     if version in ("0.18.0", "0.18.2", "0.19.1"):
-        breaks(args, "E21", "--recompute-granularity full with --mtp-num-layers ends in a TypeError")
+        breaks(args, "E21", "--recompute-granularity full with --mtp-num-layers raises a TypeError")
     else:
         accepts(args)
 
@@ -44,7 +44,7 @@ EXPERTS = {"num_experts": 8}
         ({"fp32_lm_head": True}, None),
         (mode("token_mean"), None),
         (EXPERTS, None),
-        ({"pg_fused_head": "forward"}, "frees the output layer's weight behind its forward"),
+        ({"pg_fused_head": "forward"}, "frees the output layer's weight after its forward"),
         ({**mode("token_mean"), **EXPERTS}, "so under token_mean the router's losses would be too large"),
     ],
 )

@@ -29,6 +29,9 @@ MEANT = {
     "--loss-aggregation-d": ["--loss-aggregation-divisor"],
     "--loss": ["--loss-aggregation", "--loss-aggregation-divisor"],
     "--pg": [],  # too many
+    # renamed in 0.3.0
+    "--pg-support-missing": ["--pg-sampling-mask-missing"],
+    "--pg-entropy-support=kept": ["--pg-sampling-mask-entropy"],
     # a slip
     "-loss-aggregation": ["--loss-aggregation"],
     "-pg-kl-coef=0.1": ["--pg-kl-coef"],

@@ -54,7 +54,7 @@ def test_a_top_k_divergence_has_its_mixture_and_the_floor_of_its_tail():
     assert (plain.mixture, plain.tail_floor) == (0.5, 1e-6)
     text = banner(validate_args(arguments(**terms(*texts, pg_teacher_tail_floor=1e-3))))
     assert (
-        "m = βP + (1-β)Q, β = 0.1, over the teacher's likeliest tokens and all others as one, which it gives at least 0.001"
+        "m = βP + (1-β)Q, β = 0.1, over the teacher's top-k tokens and all others as one, of probability at least 0.001"
         in text
     )
     assert "α = 0.1" in text

@@ -1,4 +1,4 @@
-"""How a host's steps are numbered: in metrics.jsonl from 1, one by one, whatever the host counts."""
+"""How a host's steps are numbered: in metrics.jsonl from 1, one by one, regardless of the host counts."""
 
 import json
 from dataclasses import replace

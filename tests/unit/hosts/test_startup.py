@@ -73,7 +73,7 @@ def test_every_violation_is_in_one_error():
     given = {"pg_objektive": "grpo", "pg_dry_run": True, "docs_per_step": 3, "pg_temperature": -1.0}
     given |= {"pg_correction": "top_entropy"}
     with pytest.raises(ArgumentError) as refused:
-        check("host", given, megatron={}, refused=["their flag cannot go with this loss; remove it"])
+        check("host", given, megatron={}, refused=["their flag cannot be combined with this loss; remove it"])
     text = str(refused.value)
     for part in (
         "pg_objektive is not an argument of megatron_pg; did you mean pg_objective?",

@@ -20,7 +20,7 @@ from megatron_pg.plan.settings import LossSettings
 
 
 def farthest(*ranks: list) -> tuple[int, float]:
-    """The rank of samples with the largest mean |o - b| beside the other one, and the factor."""
+    """The rank of samples with the largest mean |o - b| next to the other one, and the factor."""
     gaps = [[(s.old_logprobs - s.rollout_logprobs).abs()[s.loss_mask].clamp(max=3) for s in rank] for rank in ranks]
     first, second = (float(torch.cat(each).mean()) for each in gaps)
     number = int(second > first)
@@ -42,7 +42,7 @@ def row(logits, members) -> torch.Tensor:
 
 @pytest.mark.parametrize("aggregation", hosts.AGGREGATIONS)
 def test_samples_in_any_order_and_cut_are_one_step(aggregation):
-    """Denominators follow their samples into whatever micro-batch the host puts them."""
+    """Denominators follow their samples into every micro-batch in which the host puts them."""
     loss, samples = settings(**hosts.AGGREGATIONS[aggregation]), hosts.samples()
     detached = [each.detach() for each in logits_of(samples)]
     whole = simulation.run_step(samples, detached, Layout(), loss, random.Random(1))

@@ -13,7 +13,7 @@ SIZE = 11  # of 12 columns; the last one is padding
 
 
 def case(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits with a likeliest target, a tie, one that is a hair below it, and a large padding column."""
+    """Logits with a most probable target, a tie, one that is a hair below it, and a large padding column."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(7, 12, generator=generator, dtype=torch.float64)
     targets = torch.randint(0, SIZE, (7,), generator=generator)

@@ -46,7 +46,7 @@ print(json.dumps({"before": before, "after": str(chosen()), "kernel": settings.k
 
 
 def test_a_cuda_build_without_a_driver_trains_on_the_cpu():
-    """In a process of its own, because torch is patched."""
+    """In its own process, because torch is patched."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(

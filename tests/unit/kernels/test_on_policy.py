@@ -1,4 +1,4 @@
-"""Without old log-probabilities the model being trained is the sampling policy: the ratio is 1, and its gradient stays."""
+"""Without old log-probabilities the model being trained is the sampling policy: the ratio is 1 and has a gradient."""
 
 from dataclasses import replace
 
@@ -78,22 +78,23 @@ def test_a_penalty_from_the_anchor_is_0_where_the_model_is_the_anchor(impl):
 def test_the_kernels_of_whole_losses_are_left_out():
     """They read old log-probabilities."""
     terms = LossTerms(objective=objective_of("grpo", **OBJECTIVES["grpo"]))
-    assert PolicyLoss(terms, fields(torch.zeros(ROWS))).row.load().__name__ == "grpo"
+    assert PolicyLoss(terms, fields(torch.zeros(ROWS))).token_kernel.load().__name__ == "grpo"
     assert (
-        PolicyLoss(replace(terms, further=kl_and_entropy(entropy_coef=0.1)), fields(torch.zeros(ROWS))).row is not None
+        PolicyLoss(replace(terms, further=kl_and_entropy(entropy_coef=0.1)), fields(torch.zeros(ROWS))).token_kernel
+        is not None
     )
-    assert PolicyLoss(terms, fields(None)).row is None
+    assert PolicyLoss(terms, fields(None)).token_kernel is None
     thinned = replace(terms, opsm_anchor="old_logprobs", opsm_threshold=0.1)
-    assert PolicyLoss(thinned, fields(torch.zeros(ROWS))).row is not None
+    assert PolicyLoss(thinned, fields(torch.zeros(ROWS))).token_kernel is not None
     of_sequences = replace(thinned, objective=objective_of("gspo", **OBJECTIVES["gspo"]))
-    assert PolicyLoss(of_sequences, fields(torch.zeros(ROWS))).row is None
-    assert PolicyLoss(replace(of_sequences, opsm_anchor=None), fields(torch.zeros(ROWS))).row is not None
+    assert PolicyLoss(of_sequences, fields(torch.zeros(ROWS))).token_kernel is None
+    assert PolicyLoss(replace(of_sequences, opsm_anchor=None), fields(torch.zeros(ROWS))).token_kernel is not None
     two = (*kl_and_entropy(entropy_coef=0.1), LossTerm(name="more", kind="entropy", on="rl"))
-    assert PolicyLoss(replace(terms, further=two), fields(torch.zeros(ROWS))).row is None
+    assert PolicyLoss(replace(terms, further=two), fields(torch.zeros(ROWS))).token_kernel is None
     supervised = (LossTerm(name="sft", kind="ce"),)
-    assert PolicyLoss(replace(terms, further=supervised), fields(torch.zeros(ROWS))).row is None
+    assert PolicyLoss(replace(terms, further=supervised), fields(torch.zeros(ROWS))).token_kernel is None
     own = {"entropy": TermFields(mask=torch.ones(ROWS, dtype=torch.bool))}
     known = replace(fields(torch.zeros(ROWS)), terms=own)
-    assert PolicyLoss(replace(terms, further=kl_and_entropy(entropy_coef=0.1)), known).row is None
+    assert PolicyLoss(replace(terms, further=kl_and_entropy(entropy_coef=0.1)), known).token_kernel is None
     of_some = replace(fields(torch.zeros(ROWS)), terms={"rl": TermFields(mask=torch.ones(ROWS, dtype=torch.bool))})
-    assert PolicyLoss(terms, of_some).row is None
+    assert PolicyLoss(terms, of_some).token_kernel is None

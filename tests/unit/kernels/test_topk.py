@@ -1,4 +1,4 @@
-"""Divergences over a teacher's likeliest tokens, from stored logits, by every implementation, against their losses in float64."""
+"""Divergences over a teacher's top-k tokens, from stored logits, by every implementation, against their losses in float64."""
 
 import math
 from dataclasses import replace
@@ -106,7 +106,9 @@ def test_what_is_launched_with_one_divergence_beside_the_objective(monkeypatch):
     assert sum(found.values()) == 22
 
 
-@pytest.mark.proof("A divergence over likeliest tokens beside the objective by kernels, against float64: within 4e-6")
+@pytest.mark.proof(
+    "A divergence over top-k tokens together with the objective by kernels, against float64: within 4e-6"
+)
 @pytest.mark.usefixtures("on_the_device")
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("terms", [{}, {"kl_coef": 0.1, "kl_estimator": "k3", "entropy_coef": 0.2}], ids=str)

@@ -366,7 +366,7 @@ def test_rows_may_be_given_and_nothing_may_be_trained():
 @pytest.mark.parametrize("mode", HEAD_MODES)
 @pytest.mark.parametrize("grad_scale", [1.0, 12.0])
 def test_the_gradient_of_a_multiple_of_the_loss_is_that_multiple_of_the_gradient(grad_scale, mode):
-    """Of hidden states and weight, whatever multiple was expected, where nothing is in `main_grad` yet."""
+    """Of hidden states and weight, for any multiple was expected, where nothing is in `main_grad` yet."""
     check(Case(mode=mode, upstream=3.0), grad_scale=grad_scale)
 
 
@@ -713,7 +713,7 @@ def test_every_objective_equals_the_one_over_stored_logits(name, mode, penalised
 
 @pytest.mark.skipif(CUDA, reason="the kernel itself runs")
 @pytest.mark.parametrize(
-    "name", [n for n, declared in OBJECTIVES.items() if declared.row and not declared.reads_sequences]
+    "name", [n for n, declared in OBJECTIVES.items() if not declared.no_token_kernel and not declared.reads_sequences]
 )
 @pytest.mark.parametrize("whole", [False, True])
 def test_every_row_of_tokens_in_the_head_equals_torch(name, whole, monkeypatch):

@@ -24,12 +24,12 @@ def said(*kinds: str, after: int = 0) -> list[str | None]:
 
 
 def test_three_steps_running_bring_one_line():
-    *before, line, behind = said("hot", "hot", "hot", "hot")
+    *before, line, after = said("hot", "hot", "hot", "hot")
     assert before == [None, None]
-    assert behind is None
+    assert after is None
     assert line == (
-        "advice: for 3 steps trainer and rollout engine have been apart: mismatch/temperature 1.25, which says the temperatures differ; "
-        "run megatron-pg mismatch on these rollouts (docs/mismatch.md)"
+        "advice: for 3 steps trainer and rollout engine have been apart: mismatch/temperature 1.25, which says "
+        "the temperatures differ; run megatron-pg mismatch on these rollouts (docs/mismatch.md)"
     )
 
 

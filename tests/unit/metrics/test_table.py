@@ -1,4 +1,4 @@
-"""Declarations, reduction, and that the page says what the code does. Values over layouts: test_partition_invariance."""
+"""Declarations, reduction, and the page that describes them. Values over layouts: test_partition_invariance."""
 
 import dataclasses
 import math
@@ -116,7 +116,11 @@ def with_zeros(known: object, *names: str) -> object:
         ("num_segments", tokens([1, 1, 0]), 1.0),
         ("correction_factor", tokens([1, 1, 0], corrections=[0.5, 2.0, 9.0]), 1.25),
         ("rejected_fraction", tokens([1, 1, 1, 1, 0], corrections=[0.0, 2.0, 1.0, 1.0, 0.0]), 0.25),
-        ("rejected_fraction", tokens([1, 1], corrections=[0.0, 2e-9]), 0.5),  # e^-20, a small factor, is no rejection
+        (
+            "rejected_fraction",
+            tokens([1, 1], corrections=[0.0, 2e-9]),
+            0.5,
+        ),  # e^-20, a small factor, is not a rejection
     ],
 )
 def test_hand_worked_values_of_further_terms(name, batch, expected):
@@ -168,7 +172,7 @@ def test_a_metric_without_a_contribution_is_absent_never_zero():
 
 
 def test_metrics_of_the_step_need_no_trained_token_of_the_objective():
-    """Every sample of the objective is masked while a term trains; without the objective, what else is trained stays."""
+    """Every sample of the objective is masked while a term trains; without the objective, other metrics stay."""
     masked = SimpleNamespace(**vars(PLAN) | {"num_tokens": 0, "num_rollouts": 3, "num_prompts": 2})
     dropped = SimpleNamespace(**vars(PLAN) | {"num_tokens": 0, "num_rollouts": 0, "num_prompts": 0})
     facts = unit_facts(encode_facts([sample_of_the_objective()]))

@@ -31,7 +31,7 @@ def diagnosed(world: World, **faults: str) -> dict[str, Answer]:
     return {test.cause: test for test in diagnose(gap_of_drawn(drawn)).tests}
 
 
-def found(tests: dict[str, Answer]) -> set[str]:
+def found_causes(tests: dict[str, Answer]) -> set[str]:
     return {cause for cause, test in tests.items() if test.outcome == "found"}
 
 
@@ -68,7 +68,7 @@ def logprobs(logits, tokens):
 @pytest.mark.proof("Mismatch: strong faults in a small GPT's rollouts are named, alone")
 @pytest.mark.parametrize("cause", SEEDED)
 def test_a_strong_fault_is_named_and_nothing_else(cause, world, evidence):
-    assert found(diagnosed(world, **{cause: "strong"})) == {cause}
+    assert found_causes(diagnosed(world, **{cause: "strong"})) == {cause}
     evidence(cases=1)
 
 
@@ -76,9 +76,9 @@ def test_a_strong_fault_is_named_and_nothing_else(cause, world, evidence):
 def test_rounding_alone_is_noise(world, full, evidence):
     seeds = range(40 if full else 4)
     for seed in seeds:
-        each = replace(world, seed=seed, sharpness=1.2 + 0.3 * (seed % 6), noise=(0.3, 1.0, 2.0)[seed % 3])
+        variant = replace(world, seed=seed, sharpness=1.2 + 0.3 * (seed % 6), noise=(0.3, 1.0, 2.0)[seed % 3])
         with torch.no_grad():
-            result = diagnose(gap_of_drawn(clean(each)))
+            result = diagnose(gap_of_drawn(clean(variant)))
         assert (result.verdict, result.found) == ("noise", []), seed
         assert [test.cause for test in result.tests] == sorted(CAUSES, key=[t.cause for t in result.tests].index)
     evidence(cases=len(seeds))
@@ -88,7 +88,7 @@ def test_rounding_alone_is_noise(world, full, evidence):
     "pair", [("shift", "temperature"), ("bfloat16_grid", "truncation"), ("template", "shift"), ("routing", "group")]
 )
 def test_two_causes_are_both_named(pair, world):
-    assert found(diagnosed(world, **dict.fromkeys(pair, "strong"))) == set(pair)
+    assert found_causes(diagnosed(world, **dict.fromkeys(pair, "strong"))) == set(pair)
 
 
 @pytest.mark.proof("Mismatch: seeded faults of a GPT at three strengths, pairs and clean rollouts")
@@ -99,14 +99,14 @@ def test_the_table_of_faults(full, evidence):
     for kind, least in (("strong", 0.9), ("medium", 0.8)):
         hits, seeded = named(all_outcomes, kind)
         assert hits >= least * seeded, (kind, hits, seeded)
-    assert not [each for each in all_outcomes if each.kind == "clean" and each.found]
+    assert not [outcome for outcome in all_outcomes if outcome.kind == "clean" and outcome.found]
     evidence(cases=len(all_outcomes))
 
 
 def test_a_quarter_of_the_rows_swapped_hides_no_temperature(world):
     """Rows that fit elsewhere are moved there before other causes are tested."""
     tests = diagnosed(world, other_samples="medium", temperature="strong")
-    assert found(tests) == {"other_samples", "temperature"}
+    assert found_causes(tests) == {"other_samples", "temperature"}
     assert tests["other_samples"].estimate["share"] == pytest.approx(0.25, abs=0.02)
     ratio = tests["temperature"].estimate["trainer_over_engine"]
     assert max(ratio, 1 / ratio) == pytest.approx(1.3, rel=0.05)
@@ -119,7 +119,7 @@ def test_values_of_other_tokens_are_named_and_no_cause_that_assumes_alignment(or
         drawn = clean(world)
         other = clean(replace(world, seed=world.seed + 1)).trainer if "rows" in order else drawn.trainer.flip(1)
         tests = {test.cause: test for test in diagnose(gap_of_drawn(replace(drawn, trainer=other))).tests}
-    assert found(tests) == {"other_samples"}
+    assert found_causes(tests) == {"other_samples"}
     told = {cause for cause, test in tests.items() if test.outcome != "cannot tell"}
     assert told <= {"bfloat16_grid", "shift", "other_samples", "sampling"}
 
@@ -143,8 +143,8 @@ def test_a_few_permuted_ids_are_not_called_routing(world):
         frequent = drawn.tokens.flatten().bincount().argsort(descending=True)[6:12]
         meaning = torch.arange(world.text.vocabulary)
         meaning[frequent] = frequent.roll(1)
-        theirs = meaning[drawn.tokens]
-        trainer = of_tokens(world.noisy_logits(theirs), theirs)
+        read = meaning[drawn.tokens]
+        trainer = of_tokens(world.noisy_logits(read), read)
         result = diagnose(gap_of_drawn(replace(drawn, trainer=trainer)))
     (routing,) = (test for test in result.tests if test.cause == "routing")
     assert (result.verdict, result.found, routing.outcome) == ("unexplained", [], "cannot tell")
@@ -168,7 +168,7 @@ def test_outliers_are_routing_where_they_crowd_in_documents(scattered, outcome):
 def test_dropout_is_no_other_cause(strength, world):
     """It may pass unnamed, but it is never the rounding of logits or another expert."""
     tests = diagnosed(replace(world, seed=31, noise=0.5), dropout=strength)
-    assert found(tests) <= {"dropout"}
+    assert found_causes(tests) <= {"dropout"}
 
 
 def test_two_swapped_rows_are_found_at_any_temperature():
@@ -241,7 +241,7 @@ def test_of_two_files_the_one_that_is_further_is_named():
     gap = gap_from(engine, np.minimum(engine + noise, 0), ids=tokens, groups={"file": labels})
     test, fine = documents.groups(gap, LEVEL)
     assert test.outcome == "found"
-    assert [each["group"] for each in test.estimate["groups"]] == ["b.jsonl"]
+    assert [group["group"] for group in test.estimate["groups"]] == ["b.jsonl"]
     assert fine.tolist() == [True] * 20 + [False] * 20
 
 
@@ -369,7 +369,7 @@ def test_without_fields_nothing_is_said_of_groups_and_age(world):
         drawn, topk=None, step=[0] * count, weight_version=[None] * count, worker=[None] * count, rank=[None] * count
     )
     outcome = {test.cause: test.outcome for test in diagnose(gap_of_drawn(bare)).tests}
-    assert [cause for cause, each in outcome.items() if each == "cannot tell"] == ["group", "staleness", "sampling"]
+    assert [cause for cause, result in outcome.items() if result == "cannot tell"] == ["group", "staleness", "sampling"]
 
 
 @pytest.mark.parametrize("documents", [1, FEWEST - 1])

@@ -83,15 +83,15 @@ def test_a_likelihood_is_that_of_a_loop(way):
     kept, wanted = module._kept(probabilities, way), []
     for row, is_kept in zip(gap.topk.astype(float), kept, strict=True):
         q = [math.exp(value) for value in row]
-        weights = [each ** (1 / way.temperature) for each in q]
+        weights = [p ** (1 / way.temperature) for p in q]
         weights.append((1 - sum(q)) / q[-1] * q[-1] ** (1 / way.temperature))  # so many like the last
         total = sum(weights)
-        wanted.append([each / total for each in weights])
+        wanted.append([weight / total for weight in weights])
         before = 0.0
-        for k, each in enumerate(wanted[-1]):
+        for k, probability in enumerate(wanted[-1]):
             can_be = (way.share is None or before < way.share) and (way.count is None or k < way.count)
             assert is_kept[k] == can_be
-            before += each
+            before += probability
     np.testing.assert_allclose(probabilities, wanted, rtol=1e-6)
 
 
@@ -194,16 +194,16 @@ def answers(**outcomes: str) -> list[Answer]:
     ],
 )
 def test_settings_are_held_against_the_numbers(engine, trainer, outcomes, cause, outcome, says):
-    found = {test.cause: test for test in against(Settings.parse(engine, trainer), answers(**outcomes))}
-    assert [*found] == [*CAUSES]
-    assert found[cause].outcome == outcome
-    assert re.search(says, found[cause].evidence)
+    tests = {test.cause: test for test in against(Settings.parse(engine, trainer), answers(**outcomes))}
+    assert [*tests] == [*CAUSES]
+    assert tests[cause].outcome == outcome
+    assert re.search(says, tests[cause].evidence)
 
 
 def test_a_truncation_that_the_trainer_replays_needs_no_trace():
     settings = Settings.parse("top_p=0.9")
-    found = {test.cause: test for test in against(settings, answers(), has_sampling_mask=True)}
-    assert found["sampling"].outcome == "not found"
+    tests = {test.cause: test for test in against(settings, answers(), has_sampling_mask=True)}
+    assert tests["sampling"].outcome == "not found"
 
 
 @pytest.mark.parametrize(
@@ -235,5 +235,6 @@ def test_settings_that_mean_nothing_are_refused(engine, trainer, message):
 
 
 def test_what_is_drawn_otherwise_leaves_no_word_on_missing_mass():
-    found = {test.cause: test.outcome for test in diagnose(drawn(6, top_p=0.8)).tests}
-    assert (found["sampling"], found["truncation"], found["padding"]) == ("found", "cannot tell", "cannot tell")
+    outcome = {test.cause: test.outcome for test in diagnose(drawn(6, top_p=0.8)).tests}
+    causes = ("sampling", "truncation", "padding")
+    assert [outcome[cause] for cause in causes] == ["found", "cannot tell", "cannot tell"]

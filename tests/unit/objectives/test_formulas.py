@@ -72,7 +72,7 @@ def test_a_gradient_that_is_not_that_of_the_equation_would_be_seen():
 @pytest.mark.parametrize("rejects", [None, "by data", "by the model"])
 @pytest.mark.parametrize("name", ["gspo", "gmpo"])
 def test_one_loss_per_sequence_has_the_true_gradient_of_its_value(name, seed, rejects):
-    """Nothing held fixed: the ratio of a sequence moves with every token of it, whatever factor its tokens have."""
+    """Nothing held fixed: the ratio of a sequence moves with every token of it, for any factor its tokens have."""
     opsm = {"opsm_anchor": "rollout_logprobs", "opsm_threshold": 0.0} if rejects == "by the model" else {}
     loss, logprobs, _ = drawn(name, random.Random(seed), **opsm)
     if rejects == "by data":
@@ -164,7 +164,7 @@ def test_hand_worked_tokens(name, r, advantage, loss, gradient):
     assert found == pytest.approx((loss, gradient), rel=1e-12, abs=1e-14)
 
 
-PULLED = ("dro", "ipo")  # back to the sampling policy, whatever the advantage
+PULLED = ("dro", "ipo")  # back to the sampling policy, regardless of the advantage
 
 
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in PULLED])
@@ -199,7 +199,7 @@ def test_what_has_no_clamp_is_finite_far_from_the_sampling_policy(log_ratio, adv
 
 
 def test_products_and_averages_are_over_the_whole_sequence_by_hand():
-    """Two tokens with r = 1.25 and 0.4, so W = 1/2, and one token in a sequence of its own."""
+    """Two tokens with r = 1.25 and 0.4, so W = 1/2, and one token in its own sequence."""
     fields = TokenFields(
         targets=torch.zeros(3, dtype=torch.int64),
         mask=torch.ones(3, dtype=torch.bool),
@@ -358,7 +358,7 @@ def test_triton_equals_torch_in_float32(name):
 
 
 def test_the_gradient_divisor_is_clip_times_g_and_eps_times_g():
-    """Adam after clipping: (gradient / G, clip c, eps e) is (gradient, clip c G, eps e G), bit for bit for a power of 2."""
+    """Adam after clipping: (gradient / G, clip c, eps e) is (gradient, clip c G, eps e G), bit for bit if G = 2^n."""
     walks = []
     for scale in (1.0, 1024.0):
         parameter = torch.nn.Parameter(torch.linspace(-1, 1, 7, dtype=torch.float64))
@@ -386,5 +386,5 @@ def test_a_number_that_is_left_out_has_its_default():
 
 
 def test_every_declared_function_is_there():
-    for declared in OBJECTIVES.values():
-        assert all(map(callable, filter(None, declared.load())))
+    for name, declared in OBJECTIVES.items():
+        assert all(map(callable, filter(None, declared.load(name))))

@@ -232,7 +232,7 @@ def test_documents_that_are_too_few_for_a_step_follow_the_flag(end, trained):
 
 
 def test_what_a_division_leaves_goes_round():
-    """After as many steps as there are ranks, each has trained the same number, whatever N leaves over."""
+    """After as many steps as there are ranks, each has trained the same number, regardless of N leaves over."""
     rng = random.Random(13)
     given = [streams.stream(rng, rank=rank, num_groups=12) for rank in range(3)]
     for n in (1, 2, 4, 5):

@@ -169,7 +169,7 @@ def rollouts_of_environments(rng: random.Random) -> list[Sample]:
 
 
 @pytest.mark.proof(
-    "Metrics over rollouts and per environment equal plain loops, whatever the partition over ranks and micro-batches"
+    "Metrics over rollouts and per environment equal plain loops, regardless of the partition over ranks and micro-batches"
 )
 def test_every_environment_has_its_own_metrics_in_any_partition(full, evidence):
     rng, cases = random.Random(4), 400 if full else 12
@@ -232,6 +232,6 @@ def test_a_reward_that_is_not_finite_stays_so(reward):
 
 
 def test_fully_masked_samples_count():
-    masked = make_sample(prompt_length=1, mask=[0, 0, 0], rng=random.Random(0))  # a rollout of its own
+    masked = make_sample(prompt_length=1, mask=[0, 0, 0], rng=random.Random(0))  # its own rollout
     (found,) = facts_on_ranks([masked, sample(length=1)])
     assert found.response_length == 2.0

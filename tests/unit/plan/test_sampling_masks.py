@@ -172,7 +172,7 @@ def test_a_term_over_the_whole_vocabulary_has_tokens_of_its_own(term, is_refused
 
 
 def test_cross_entropy_on_tool_tokens_is_accepted_next_to_a_sampling_mask():
-    """Over the whole vocabulary at those tokens, whatever set they have."""
+    """Over the whole vocabulary at those tokens, for any set they have."""
     settings = with_terms(LossTerm(name="echo", kind="ce", aggregation="token_mean"))
     (local,) = sliced([sample([[5, 9], [], [1, 7], [8, 2]], masks={"echo": [0, 0, 1, 0]})], settings)
     assert rows_with_sets(local) == [[5, 9], [8, 2]]

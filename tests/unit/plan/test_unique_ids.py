@@ -1,4 +1,4 @@
-"""Ids that every rank numbers anew are refused; rollouts and prompts that really lie on several ranks are not."""
+"""Ids that every rank numbers again are refused; rollouts and prompts that really lie on several ranks are not."""
 
 import dataclasses
 import random
@@ -72,7 +72,7 @@ def test_a_tiny_step_of_such_ids_is_a_warning():
 
 
 def turns(rng: random.Random, number: int, advantage: float, ranks: int, *, begins_alike: bool) -> list[Sample]:
-    """One sample of a rollout for every rank: later turns repeat the earlier ones, or have contexts of their own."""
+    """One sample of a rollout for every rank: later turns repeat the earlier ones, or have their own contexts."""
     context, found = prompt_of(rng), []
     for _ in range(ranks):
         found.append(sample(context, advantage, number, number))

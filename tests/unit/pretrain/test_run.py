@@ -150,7 +150,7 @@ def test_training_data_that_give_no_next_microbatch_are_refused(session, train):
         ValueError, match=f"returned a {type(train).__name__} as training data, which is not an iterator"
     ):
         wrapped(None)
-    assert session.datasets_provider(lambda num_samples: ([iter(())], None, None))(None)  # one of each virtual stage
+    assert session.datasets_provider(lambda num_samples: ([iter(())], None, None))(None)  # one per virtual stage
 
 
 def test_a_provider_without_training_data_is_refused_unless_nothing_is_to_be_trained(session):
@@ -164,16 +164,16 @@ def test_a_provider_without_training_data_is_refused_unless_nothing_is_to_be_tra
 
 def told(build: Callable[[int], object]) -> dict[int, Exception]:
     """The error of each of three ranks."""
-    found = {}
+    errors = {}
 
     def work(rank: int) -> None:
         try:
             build(rank)
         except Exception as error:
-            found[rank] = error
+            errors[rank] = error
 
     threads.run(3, work)
-    return found
+    return errors
 
 
 def fails_on_rank_1(rank: int, *positional: object, **keywords: object) -> tuple:
@@ -195,10 +195,10 @@ def test_a_provider_that_fails_on_one_rank_stops_every_rank_with_its_error(monke
         return session.build_model(partial(fails_on_rank_1, rank), pre_process=True)
 
     for build in (data, model):
-        found = told(build)
-        assert isinstance(found[1], OSError)
+        errors = told(build)
+        assert isinstance(errors[1], OSError)
         for rank in (0, 2):
-            assert found[rank].violations == [("E64", "rank 1: OSError: no such shard")]
+            assert errors[rank].violations == [("E64", "rank 1: OSError: no such shard")]
 
 
 def arguments(*flags: str) -> Namespace:
@@ -377,13 +377,13 @@ def logged(session, monkeypatch, tmp_path):
             settings=SimpleNamespace(
                 warns_of_mismatch=True,
                 metrics=SimpleNamespace(lacking=lambda values: {}),
-                terms=SimpleNamespace(objective=SimpleNamespace(reported=("theirs",))),
+                terms=SimpleNamespace(objective=SimpleNamespace(reported=("custom_metric",))),
             )
         )
         session.log.objective = {"clip": "0.2"}
         plan = SimpleNamespace(num_samples=2, num_rollouts=2, num_prompts=None, num_tokens=9, terms={})
         session.log.report = SimpleNamespace(
-            metrics={"pg_loss": -0.5, "theirs": 2.0} | metrics, nonfinite={}, plan=plan
+            metrics={"pg_loss": -0.5, "custom_metric": 2.0} | metrics, nonfinite={}, plan=plan
         )
         args = Namespace(log_interval=1, tensorboard_log_interval=1)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
@@ -408,26 +408,26 @@ def logged(session, monkeypatch, tmp_path):
 
 def test_what_a_callback_returns_goes_where_the_metrics_go(logged):
     seen = []
-    found = logged(lambda log: seen.append(log) or {"exact_match": 0.25})
+    run = logged(lambda log: seen.append(log) or {"exact_match": 0.25})
     assert isinstance(seen[0], StepLog)
     assert (seen[0].iteration, seen[0].grad_norm, seen[0].objective) == (1, 1.5, {"clip": "0.2"})
-    assert found.board == {"pg/pg_loss": (1, -0.5), "pg/theirs": (1, 2.0), "pg/exact_match": (1, 0.25)}
-    assert found.wandb == {"pg/pg_loss": -0.5, "pg/theirs": 2.0, "pg/exact_match": 0.25}
-    assert found.said == ["pg      1 | pg_loss -0.5 | grad_norm +1.5 | theirs +2 | exact_match +0.25"]
-    (record,) = found.records
+    assert run.board == {"pg/pg_loss": (1, -0.5), "pg/custom_metric": (1, 2.0), "pg/exact_match": (1, 0.25)}
+    assert run.wandb == {"pg/pg_loss": -0.5, "pg/custom_metric": 2.0, "pg/exact_match": 0.25}
+    assert run.said == ["pg      1 | pg_loss -0.5 | grad_norm +1.5 | custom_metric +2 | exact_match +0.25"]
+    (record,) = run.records
     assert (record["pg_loss"], record["exact_match"], record["objective"]) == (-0.5, 0.25, {"clip": "0.2"})
 
 
 def test_a_callback_that_returns_nothing_leaves_the_console_line(logged):
     for on_step in (None, lambda log: None):
-        assert logged(on_step).said[-1] == "pg      1 | pg_loss -0.5 | grad_norm +1.5 | theirs +2"
+        assert logged(on_step).said[-1] == "pg      1 | pg_loss -0.5 | grad_norm +1.5 | custom_metric +2"
 
 
 def test_a_rank_without_a_callback_writes_what_that_of_rank_0_returned(logged):
     heard = ["yes", json.dumps({"values": {"exact_match": 0.25}})]
-    found = logged(rank=1, heard=heard)  # TensorBoard and W&B are on the last rank
-    assert found.wandb["pg/exact_match"] == 0.25
-    assert (found.said, found.records) == ([], [])
+    run = logged(rank=1, heard=heard)  # TensorBoard and W&B are on the last rank
+    assert run.wandb["pg/exact_match"] == 0.25
+    assert (run.said, run.records) == ([], [])
 
 
 @pytest.mark.parametrize("returned", [{"nonfinite": 3.0}, {"a": 10**400}, {"a": torch.tensor(1j)}])
@@ -446,5 +446,5 @@ def test_a_mistake_of_a_callback_stops_every_rank(logged):
 
 def test_a_red_flag_is_explained_once_beside_the_line(logged):
     said = logged(ess=0.25).said
-    assert said[0] == "pg      1 | pg_loss -0.5 | ess +0.25! | grad_norm +1.5 | theirs +2"
+    assert said[0] == "pg      1 | pg_loss -0.5 | ess +0.25! | grad_norm +1.5 | custom_metric +2"
     assert said[1].startswith("red flag: ess 0.25 is < 0.5: few tokens")

@@ -1,4 +1,4 @@
-"""Payloads of a sample: the forms that are accepted, what is written, what is refused, and the rows of a micro-batch."""
+"""Payloads of a sample: accepted forms, what is written, what is refused, and the rows of a micro-batch."""
 
 import dataclasses
 import random

@@ -205,7 +205,7 @@ def test_ids_and_numbers_of_numpy_and_torch_become_pythons_and_0_is_an_id(tmp_pa
 
 
 class Broken:
-    """An object that raises whatever is asked of it."""
+    """An object that raises on every access."""
 
     ndim = 0
 

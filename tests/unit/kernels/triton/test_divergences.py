@@ -5,7 +5,7 @@ import torch
 
 from megatron_pg.declarations.loss_terms import KINDS
 from megatron_pg.kernels.triton import divergences
-from megatron_pg.objectives.interface.row import in_torch
+from megatron_pg.objectives.interface.token_kernel import in_torch
 from megatron_pg.objectives.terms import topk
 
 FORMS = [kind.function for kind in KINDS.values() if kind.reads_topk]

@@ -1,6 +1,7 @@
 """The Triton kernels against a float64 oracle: through the interpreter on a CPU, and the same cases and more on a GPU.
 
-`pytest tests/unit/kernels/triton/test_loss.py --tier full` runs the full number of cases; on a GPU that is 5,000 and large vocabularies.
+`pytest tests/unit/kernels/triton/test_loss.py --tier full` runs the full number of cases; on a GPU that is 5,000 and
+large vocabularies.
 """
 
 import math
@@ -30,7 +31,7 @@ SMALL = [1, 2, 16, 31, 32, 33, 1000, 1024, 2047, 2048, 2049, 4096, 4103, 9008]
 LARGE = [19008, 24000, 37984, 50257, 60000, 100000, 151936, 200000]  # every shape of the single-pass kernel
 EPS_LOW, EPS_HIGH = 0.2, 0.28
 SENTINEL = -123.0
-ROWS = [name for name, declared in OBJECTIVES.items() if declared.row and not declared.reads_sequences]
+ROWS = [name for name, declared in OBJECTIVES.items() if not declared.no_token_kernel and not declared.reads_sequences]
 KL = {"kl_coef": 0.3, "kl_estimator": "k1_weighted"}
 
 pytestmark = [
@@ -210,7 +211,8 @@ def worst(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def gradient_excess(found: torch.Tensor, expected: dict, offset: float = 0.0) -> float:
     """Error of the gradient, per unit of what rounding the exact gradient to the dtype costs, away from clip bounds.
 
-    Float32 arithmetic adds 5e-6 of each value, and of the slope at the target, where p - 1 cancels; more under an offset.
+    Float32 arithmetic adds 5e-6 of each value, and of the slope at the target, where p - 1 cancels; more under an
+    offset.
     """
     if found.shape != expected["gradient"].shape:
         return math.inf
@@ -575,7 +577,7 @@ def test_a_row_out_of_range_is_nan_in_loss_and_gradient_and_spoils_no_other(dtyp
 
 
 def test_logits_that_something_hid_with_a_huge_number_have_no_probability(fused):
-    """Whole tiles of them too, whose maximum is rounded by more than an exponent holds: only the row's largest has a range."""
+    """Whole tiles too, whose maximum is rounded by more than an exponent holds: only the row's largest has a range."""
     case = base(rows=5)
     fields = trained_everywhere(case)
     fields["targets"] %= 40

@@ -1,4 +1,4 @@
-"""The loss from log-probabilities in one launch, against `PolicyLoss` in float64: every row, KL estimator and the bonus."""
+"""The loss from log-probabilities in one launch, against `PolicyLoss` in float64, with every token kernel and term."""
 
 import gc
 import math
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ROWS = [name for name, declared in OBJECTIVES.items() if declared.row]
+ROWS = [name for name, declared in OBJECTIVES.items() if not declared.no_token_kernel]
 PER_TOKEN = ("old_logprobs", "advantages", "weights", "corrections", "ref_logprobs")
 COUNT = 2 * BLOCK + 17
 LIMIT = 1e-5  # where a ratio at its clamp, e^20, multiplies e^-x - 1 + x of a small x
@@ -84,7 +84,7 @@ def evaluated(loss: PolicyLoss, logprobs: torch.Tensor, entropy: torch.Tensor) -
 
 
 def poisoned(loss: PolicyLoss, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple:
-    """As kernels get it: float32, NaN in all fields of tokens that are not trained, whose log-probability and entropy are 0."""
+    """As kernels receive it: float32; untrained tokens have NaN fields, and log-probability and entropy 0."""
     mask = loss.fields.mask
     known = loss.fields.per_token()
     names = (*PER_TOKEN, *(name for name in known if name.endswith(".weights")))
@@ -121,7 +121,7 @@ def test_one_launch_is_the_policy_loss_and_its_gradient(name, full, evidence, mo
             if (number + seed) % 3 and not OBJECTIVES[name].has_one_loss_per_sequence:
                 terms |= {"opsm_anchor": "old_logprobs", "opsm_threshold": 0.02}
             loss, logprobs, entropy = drawn(name, 100 * seed + number, grad_divisor=4.0, **terms)
-            assert loss.row is not None
+            assert loss.token_kernel is not None
             expected, by_logprob, by_entropy = evaluated(loss, logprobs, entropy)
             as_kernels, *leaves = poisoned(loss, logprobs, entropy)
             found = surrogate_loss(as_kernels, *leaves)
@@ -166,14 +166,14 @@ def test_what_is_launched_with_a_sequence_objective(name, monkeypatch):
 @pytest.mark.parametrize("bonus", [0.0, 0.2])
 @pytest.mark.parametrize("name", ["reinforce_is", "grpo", "gspo_token"])
 def test_the_penalty_of_chosen_tokens_is_a_divergence_from_the_anchor(name, bonus):
-    """It has weights that are 0 off the chosen tokens, and no tokens of its own: the kernels take it."""
+    """It has weights that are 0 off the chosen tokens, and no own tokens: the kernels take it."""
     loss, logprobs, entropy = drawn(name, 5, entropy_coef=bonus)
     penalty = LossTerm(name=PENALTY, kind=PENALTY, weight=0.7, on="rl", aggregation=AS_POLICY, estimator="abs")
     chosen = torch.arange(COUNT) % 3 == 0
     own = {PENALTY: TermFields(weights=loss.fields.weights * chosen)}
     fields = replace(loss.fields, terms={**loss.fields.terms, **own})
     loss = PolicyLoss(replace(loss.terms, further=(penalty, *loss.terms.further)), fields)
-    assert loss.row is not None
+    assert loss.token_kernel is not None
     expected, by_logprob, _ = evaluated(loss, logprobs, entropy)
     as_kernels, *leaves = poisoned(loss, logprobs, entropy)
     found, (slope, _) = surrogate_and_slopes(as_kernels, *(leaf.detach() for leaf in leaves))

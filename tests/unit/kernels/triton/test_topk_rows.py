@@ -76,7 +76,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.proof(
-    "Kernels on a teacher's likeliest tokens against torch, float64, 1 to 3 shards: within 1e-13 or a rounding"
+    "Kernels on a teacher's top-k tokens against torch, float64, 1 to 3 shards: within 1e-13 or a rounding"
 )
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(("size", "width"), [(12, 12), (11, 4), (40, 1), (90, 33)])

@@ -66,7 +66,7 @@ def test_a_users_objective_equals_ours_when_it_is_ours(tmp_path, monkeypatch):
         ("return tokens.logprobs, {'a': tokens.ratios.mean()}", "reports 'a' with shape () for 6 tokens"),
         (
             "return tokens.logprobs, {'a': tokens.ratios / tokens.ratios.sum()}",
-            "reports 'a' with another value of a token when other tokens",
+            "reports 'a' of a token differently when other tokens",
         ),
         ("return tokens.logprobs, {1: tokens.ratios}", "reports a metric whose name is 1"),
         ("return tokens.logprobs, {str(len(tokens.ratios)): tokens.ratios}", "reports other metrics for other tokens"),

@@ -1,4 +1,4 @@
-"""Rows, what kernels compute objectives and KL estimators by: their source, in torch, against autograd of the specification."""
+"""Token kernels of objectives and KL estimators: their source, run in torch, against autograd of the specification."""
 
 import math
 
@@ -9,12 +9,12 @@ from objective_parts import ESTIMATORS, build
 from megatron_pg.args import ArgumentError
 from megatron_pg.declarations.corrections import KL_ESTIMATORS
 from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.kernels.triton import rows
+from megatron_pg.kernels.triton import token_kernels
 from megatron_pg.objectives import MAX_LOG_RATIO, Tokens, objective_of
 from megatron_pg.objectives.custom.loading import load_custom_objective
-from megatron_pg.objectives.interface.row import MOST_NUMBERS, in_torch
+from megatron_pg.objectives.interface.token_kernel import MOST_NUMBERS, in_torch
 
-ROWS = [name for name, declared in OBJECTIVES.items() if declared.row]
+ROWS = [name for name, declared in OBJECTIVES.items() if not declared.no_token_kernel]
 COUNT = 200_000
 EXACT = {"sapo": 1e-13, "k3": 1e-11, "k1_weighted": 1e-11, "k3_weighted": 1e-11}  # others: equal, bit for bit
 # r exactly on 0.8, 1.28, 1.5, 3, as exp rounds; the clamp's own bounds and what is beyond; equal policies
@@ -76,7 +76,7 @@ def differing(found: torch.Tensor, expected: torch.Tensor, limit: float) -> torc
 
 def numbers(objective, averages: dict[str, torch.Tensor]) -> tuple:
     """Of its flags, filled up, and of the sequences."""
-    own = objective.row.numbers
+    own = objective.token_kernel.numbers
     return (*own, *[0.0] * (MOST_NUMBERS - len(own)), *averages.values()) if averages else own
 
 
@@ -85,10 +85,10 @@ def test_what_is_averaged_has_a_row_too():
     known = {"logprobs": logprobs, "old_logprobs": old, "advantages": advantages, "log_ratios": logprobs - old}
     for name in ROWS:
         objective = build(name)
-        assert (objective.averaged is None) == (objective.row.load_averaged is None)
+        assert (objective.averaged is None) == (objective.token_kernel.load_averaged is None)
         if objective.averaged is not None:
             wanted = objective.averaged(Tokens(**known), objective.parameters)
-            row = in_torch(objective.row.load_averaged())
+            row = in_torch(objective.token_kernel.load_averaged())
             found.append(torch.equal(row(logprobs - old, advantages, numbers(objective, {})), wanted))
     assert found == [True]
 
@@ -103,7 +103,7 @@ def test_a_row_is_the_objective_and_its_derivative(name, evidence):
     tokens = Tokens(**known, **with_gradient_of_the_token(averages, Tokens(**known), objective))
     expected = objective.loss(tokens, objective.parameters)
     (gradient,) = torch.autograd.grad(expected.sum(), leaf)
-    loss, slope = in_torch(objective.row.load())(leaf.detach(), old, advantages, numbers(objective, averages))
+    loss, slope = in_torch(objective.token_kernel.load())(leaf.detach(), old, advantages, numbers(objective, averages))
     assert not differing(loss, expected.detach(), EXACT.get(name, 0.0)).any()
     worst = float(((slope - gradient).abs() / (1 + gradient.abs())).max())
     evidence(cases=COUNT, worst=worst, tolerance=EXACT.get(name, 0.0))
@@ -118,7 +118,7 @@ def test_a_row_is_the_estimator_and_its_derivative(name, evidence):
     leaf = logprobs.requires_grad_()
     expected = ESTIMATORS[name](leaf - ref, leaf - old)
     (gradient,) = torch.autograd.grad(expected.sum(), leaf)
-    value, slope = in_torch(getattr(rows, KL_ESTIMATORS[name].function))(leaf.detach(), old, ref)
+    value, slope = in_torch(getattr(token_kernels, KL_ESTIMATORS[name].function))(leaf.detach(), old, ref)
     assert not differing(value, expected.detach(), EXACT.get(name, 0.0)).any()
     assert not differing(slope, gradient, EXACT.get(name, 0.0)).any()
     evidence(cases=COUNT)
@@ -140,7 +140,7 @@ def test_what_is_not_finite_is_seen_in_loss_and_slope(name, bad):
     values = {field: torch.tensor([-1.0, -1.0], dtype=torch.float64) for field in ("logprobs", "old")}
     values["advantages"] = torch.tensor([1.0, -1.0], dtype=torch.float64)
     values[bad] = values[bad] * torch.nan
-    loss, slope = in_torch(objective.row.load())(*values.values(), numbers(objective, alone(name, **values)))
+    loss, slope = in_torch(objective.token_kernel.load())(*values.values(), numbers(objective, alone(name, **values)))
     unread = {("reinforce", "old"), ("topr_token", "old"), ("topr", "old")}
     assert loss.isnan().all() == ((name, bad) not in unread)
     if bad == "old" and name.startswith("topr"):
@@ -153,9 +153,9 @@ def test_what_is_not_finite_is_seen_in_loss_and_slope(name, bad):
 def test_a_row_is_finite_where_nothing_is_trained(name):
     objective, nothing = build(name), torch.zeros(3, dtype=torch.float64)
     averages = alone(name, nothing, nothing, nothing)
-    found = in_torch(objective.row.load())(nothing, nothing, nothing, numbers(objective, averages))
+    found = in_torch(objective.token_kernel.load())(nothing, nothing, nothing, numbers(objective, averages))
     assert torch.cat(found).isfinite().all()
-    assert len(objective.row.numbers) <= MOST_NUMBERS
+    assert len(objective.token_kernel.numbers) <= MOST_NUMBERS
 
 
 @pytest.mark.parametrize("x", [1e-30, 1e-9, 1e-5, 0.01, 0.49, 0.51, 3.0, 30.0])
@@ -164,7 +164,7 @@ def test_small_arguments_keep_their_digits(x, dtype):
     """e^x - 1 of both signs and log(1 + x), which Triton does not have."""
     eps, both = torch.finfo(dtype).eps, torch.tensor([x, -x], dtype=dtype)
     exact = torch.tensor([x, -x], dtype=dtype).double()
-    pairs = [(rows.expm1, both, exact.expm1()), (rows.log1p, both[:1], exact[:1].log1p())]
+    pairs = [(token_kernels.expm1, both, exact.expm1()), (token_kernels.log1p, both[:1], exact[:1].log1p())]
     for function, argument, expected in pairs:
         found = in_torch(function, dtype)(argument).double()
         assert ((found - expected).abs() <= 8 * eps * expected.abs()).all()
@@ -172,11 +172,11 @@ def test_small_arguments_keep_their_digits(x, dtype):
 
 def test_bounds_of_the_ratio_are_made_before_they_are_rounded():
     """1 - 0.2 in float64: the kernels had it so before they knew other objectives."""
-    assert objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28).row.numbers == (1.0 - 0.2, 1.0 + 0.28)
-    assert build("dual_clip").row.numbers == (1.0 - 0.2, 1.0 + 0.28, 3.0)
-    assert build("cispo").row.numbers == (1.0 - 0.2, 1.5)
-    assert build("dppo_tv").row.numbers == (0.05, 0.1, 3.0)
-    assert objective_of("dual_clip").row is None  # its cap has no default
+    assert objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28).token_kernel.numbers == (1.0 - 0.2, 1.0 + 0.28)
+    assert build("dual_clip").token_kernel.numbers == (1.0 - 0.2, 1.0 + 0.28, 3.0)
+    assert build("cispo").token_kernel.numbers == (1.0 - 0.2, 1.5)
+    assert build("dppo_tv").token_kernel.numbers == (0.05, 0.1, 3.0)
+    assert objective_of("dual_clip").token_kernel is None  # its cap has no default
 
 
 # --- a user's own ---
@@ -193,9 +193,10 @@ def helper(r, bound):
 
 @triton.jit
 def row(logprob, old_logprob, advantage, numbers):
-    r = tl.exp(tl.where(logprob - old_logprob > 20.0, 20.0, tl.where(logprob - old_logprob < -20.0, -20.0, logprob - old_logprob)))
+    d = logprob - old_logprob
+    r = tl.exp(tl.where(d > 20.0, 20.0, tl.where(d < -20.0, -20.0, d)))
     slope = {slope}
-    return slope * logprob{more}, tl.where((logprob - old_logprob > 20.0) | (logprob - old_logprob < -20.0), 0.0, slope)
+    return slope * logprob{more}, tl.where((d > 20.0) | (d < -20.0), 0.0, slope)
 
 
 def mine(tokens, parameters):
@@ -203,14 +204,15 @@ def mine(tokens, parameters):
     return -weights * tokens.advantages * tokens.weighable_logprobs{reads}
 
 
-mine.row = {row}
-mine.row_numbers = {names}
+mine.{attribute} = {row}
+mine.token_kernel_numbers = {names}
 """
 RIGHT = {
     "slope": "-helper(r, 1.0 + numbers[0]) * advantage",
     "more": "",
     "reads": "",
     "row": "row",
+    "attribute": "token_kernel",
     "names": "('clip_eps_high',)",
 }
 
@@ -222,33 +224,48 @@ def write_module(folder, monkeypatch, **changes) -> str:
     return "user_row:mine"
 
 
-def test_a_users_row_is_tried_and_taken(tmp_path, monkeypatch):
+def test_a_users_token_kernel_is_tried_and_taken(tmp_path, monkeypatch):
     found = load_custom_objective(write_module(tmp_path, monkeypatch), clip_eps_high=0.3)
-    assert found.row.numbers == (0.3,)
-    assert found.row.load() is __import__("user_row").row
+    assert found.token_kernel.numbers == (0.3,)
+    assert found.token_kernel.load() is __import__("user_row").row
 
 
-def test_a_user_needs_no_row(tmp_path, monkeypatch):
-    assert load_custom_objective(write_module(tmp_path, monkeypatch, row="None"), clip_eps_high=0.3).row is None
+def test_a_user_needs_no_token_kernel(tmp_path, monkeypatch):
+    assert (
+        load_custom_objective(write_module(tmp_path, monkeypatch, row="None"), clip_eps_high=0.3).token_kernel is None
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"slope": "-helper(r, 1.0 + numbers[0]) * advantage * 1.000001"}, "has a row whose loss is"),
-        ({"slope": "-r * advantage"}, "has a row whose loss is"),
-        ({"more": " + 0.0 * old_logprob / old_logprob"}, "has a row that is not finite where all fields are 0"),
-        ({"slope": "tl.cumsum(r)"}, "has a row that fails on 4096 tokens: AttributeError"),
-        ({"row": "mine"}, "has a row that is a function, which kernels cannot call; give a function of triton.jit"),
+        ({"slope": "-helper(r, 1.0 + numbers[0]) * advantage * 1.000001"}, "has a token kernel whose loss is"),
+        ({"slope": "-r * advantage"}, "has a token kernel whose loss is"),
+        (
+            {"more": " + 0.0 * old_logprob / old_logprob"},
+            "has a token kernel that is not finite where all fields are 0",
+        ),
+        ({"slope": "tl.cumsum(r)"}, "has a token kernel that fails on 4096 tokens: AttributeError"),
+        ({"attribute": "row"}, "has an attribute row, which is called token_kernel since 0.3.0"),
+        (
+            {"row": "mine"},
+            "has a token kernel that is a function, which kernels cannot call; give a function of triton.jit",
+        ),
         (
             {"names": "('clip_eps_high', 'dual_clip')"},
-            "has a row that reads dual_clip, which no flag has given; give --pg-dual-clip",
+            "has a token kernel that reads dual_clip, which no flag has given; give --pg-dual-clip",
         ),
-        ({"names": "()"}, "has a row that fails on 4096 tokens: IndexError: .*; row_numbers names 0 numbers"),
-        ({"names": "('clip_eps_high',) * 5"}, "has a row of 5 numbers, and kernels pass 4"),
-        ({"reads": " + 0.0 * tokens.sequence_log_ratios"}, "reads averages over whole sequences and has a row"),
+        (
+            {"names": "()"},
+            "has a token kernel that fails on 4096 tokens: IndexError: .*; token_kernel_numbers names 0 numbers",
+        ),
+        ({"names": "('clip_eps_high',) * 5"}, "has a token kernel of 5 numbers, and kernels pass 4"),
+        (
+            {"reads": " + 0.0 * tokens.sequence_log_ratios"},
+            "reads averages over whole sequences and has a token kernel",
+        ),
     ],
 )
-def test_a_users_row_that_is_not_the_objective_is_refused(changes, reason, tmp_path, monkeypatch):
+def test_a_users_token_kernel_that_is_not_the_objective_is_refused(changes, reason, tmp_path, monkeypatch):
     with pytest.raises(ArgumentError, match=f"custom objective 'user_row:mine' {reason}"):
         load_custom_objective(write_module(tmp_path, monkeypatch, **changes), clip_eps_high=0.3)

@@ -1,6 +1,6 @@
-"""What kernels compute an objective by: a Triton function of one token, which is tried in torch, without Triton and a GPU.
+"""Token kernels: Triton functions of one token by which kernels compute an objective, and their evaluation in torch.
 
-loss, slope = row(logprob, old_logprob, advantage, numbers),   slope = d loss / d logprob
+loss, slope = token_kernel(logprob, old_logprob, advantage, numbers),   slope = d loss / d logprob
 """
 
 import builtins
@@ -16,18 +16,18 @@ MOST_NUMBERS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TokenKernel:
     """An objective as kernels compute it. The same on every rank."""
 
     load: Callable[[], Any]
-    """Gives the Triton function; torch alone must not need Triton, so it is asked for where a kernel is launched."""
+    """Gives the Triton function. Called where a kernel is launched, because torch alone must not need Triton."""
     numbers: tuple[float, ...] = ()  # its numbers, at most `MOST_NUMBERS`
     load_averaged: Callable[[], Any] | None = None
-    """Gives the one of what it averages over sequences: of log-ratio, advantage, numbers; None: it averages nothing of its own."""
+    """Gives the function (log-ratio, advantage, numbers) whose value is averaged over sequences; None: none is."""
 
 
 class _Language:
-    """`triton.language` of values per token: what rows use of it, in torch; a number has the dtype of the values."""
+    """What token kernels use of `triton.language`, in torch; a number has the dtype of the values."""
 
     def __init__(self, dtype: torch.dtype):
         self._dtype = dtype
@@ -50,7 +50,8 @@ def in_torch(function: Any, dtype: torch.dtype = torch.float64) -> Callable:
     """The same source as a function of tensors of that dtype.
 
     Args:
-        function: of `triton.jit`; it may call others that its module has by name, and use of `triton.language` what rows need.
+        function: of `triton.jit`; it may call others that its module has by name, and use of `triton.language` what
+            token kernels need.
         dtype: of the values.
     """
     return _translated(function.fn, _Language(dtype), {})

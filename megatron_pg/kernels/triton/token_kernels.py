@@ -1,12 +1,15 @@
-"""One token of each objective, and of each KL estimator, for the kernels: its loss and the loss's derivative by log π.
+"""Token kernels: for each objective and KL estimator, the loss of one token and its derivative by log π.
 
-    loss, slope = row(logprob, old_logprob, advantage, numbers)         value, slope = row(logprob, old_logprob, ref_logprob)
+    loss, slope = kernel(logprob, old_logprob, advantage, numbers)
+    value, slope = kernel(logprob, old_logprob, ref_logprob)
 
-The torch functions of `megatron_pg.objectives` are the specification; the docstring says where a row is it in other words.
-`numbers` are four, what the declaration makes of the flags, and behind them, for objectives of whole sequences, four of the
-token's sequence: the average of log r, the average of A, its trained tokens, and the average of what the objective averages
-itself; the slope is by the token's own log-ratio in each average, times the trained tokens. Comparisons choose, never `minimum` or `maximum`, which
-would drop a NaN: what is not finite stays visible. A row is finite where all fields are 0, as they are where nothing is trained.
+The torch functions of `megatron_pg.objectives` are the specification; a docstring here says where the form differs.
+`numbers` are the four that the declaration makes of the flags. Objectives of whole sequences have four more, of the
+token's sequence: the average of log r, the average of A, the number of trained tokens, and the average that the
+objective defines itself. Their slope is by the token's own log-ratio in each average, times the trained tokens.
+
+Comparisons choose, never `minimum` or `maximum`, which would drop a NaN: values that are not finite stay visible. Each
+is finite where all fields are 0, as they are where nothing is trained.
 """
 
 import triton
@@ -35,7 +38,7 @@ def expm1(x):
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) to full precision, likewise."""
+    """log(1 + x) to full precision, in the same way."""
     total = 1.0 + x
     small = tl.where(total == 1.0, x, tl.log(total) * (x / tl.where(total == 1.0, 1.0, total - 1.0)))
     return tl.where((x > -NEAR) & (x < NEAR), small, tl.log(total))
@@ -62,7 +65,7 @@ def grpo(logprob, old_logprob, advantage, numbers):
 
 
 @triton.jit
-def capped(logprob, old_logprob, advantage, numbers):
+def dual_clip(logprob, old_logprob, advantage, numbers):
     """low, high and the cap where A < 0; -v A, v = min(r, high), where A < 0 r in [low, cap]."""
     r, clamped = ratio(logprob - old_logprob)
     highest = tl.where(advantage < 0, numbers[2], numbers[1])
@@ -109,7 +112,7 @@ def dppo_tv(logprob, old_logprob, advantage, numbers):
 
 @triton.jit
 def dppo_kl(logprob, old_logprob, advantage, numbers):
-    """The same, with the logarithm of a quotient for that of both rests; a token that was certain has none, which contributes 0."""
+    """The same by the KL divergence: one logarithm of a quotient; a certain token has no rest and contributes 0."""
     new = tl.where(logprob > 0, 0.0, logprob)
     rest = -expm1(old_logprob)
     others = tl.where(rest > 0, rest * tl.log(rest / tl.abs(expm1(new))), 0.0)
@@ -208,7 +211,7 @@ def gmpo(logprob, old_logprob, advantage, numbers):
 
 
 @triton.jit
-def gmpo_clipped(log_ratio, advantage, numbers):
+def gmpo_averaged(log_ratio, advantage, numbers):
     """What gmpo averages."""
     lowered = tl.where(log_ratio < -numbers[0], -numbers[0], log_ratio)
     raised = tl.where(log_ratio > numbers[1], numbers[1], log_ratio)

@@ -1,0 +1,36 @@
+"""REINFORCE inside a trust region by the KL divergence of the sampled token against the rest."""
+
+import torch
+from torch import Tensor
+
+from megatron_pg.objectives.dppo_tv import kept_reinforce
+from megatron_pg.objectives.interface.tokens import Parameters, Tokens
+
+
+def dppo_kl(tokens: Tokens, parameters: Parameters) -> Tensor:
+    """Loss of each token, with the KL divergence of the sampled token against the rest as distance.
+
+        D = π_old log(π_old / π) + (1 - π_old) log((1 - π_old) / (1 - π))
+        loss = -sg[min(r, dual_clip)] A log π,   0 where
+            A > 0, π > π_old and D > dppo_delta_high,   or   A < 0, π < π_old and D > dppo_delta_low
+
+    Source: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
+    """
+    return kept_reinforce(tokens, parameters, *outside(tokens, parameters))
+
+
+def outside(tokens: Tokens, parameters: Parameters) -> tuple[Tensor, Tensor]:
+    """[T] bool each: π above and below its trust region."""
+    new, old = tokens.logprobs.detach().clamp(max=0), tokens.old_logprobs  # rounding may lift log π above 0
+    rest = -torch.expm1(old)  # 1 - π_old
+    # a rest of 0 contributes 0, although its logarithm is infinite
+    divergence = old.exp() * (old - new) + torch.where(rest > 0, rest * (_log1mexp(old) - _log1mexp(new)), 0)
+    return (
+        (new > old) & (divergence > parameters.dppo_delta_high),
+        (new < old) & (divergence > parameters.dppo_delta_low),
+    )
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 - e^x) for x <= 0, to full precision near 0 and far below."""
+    return torch.where(x > -0.6931471805599453, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))

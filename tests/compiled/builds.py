@@ -1,0 +1,304 @@
+"""The table of kernels to compile for a GPU that the machine need not have, and figures of their machine code.
+
+As a script, `builds.py CHIP [NAME…]` compiles for a compute capability the builds or groups of these names (none: the
+default tier), and prints one JSON line for each; `builds.py table` prints each build's kernel and whether the default
+tier has it. It runs in its own process, because the interpreter, which other tests use, is chosen on import.
+"""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+REGISTERS, SHARED_BYTES, RESERVED = 65536, 233472, 1024  # of a Hopper multiprocessor; shared memory kept per program
+PATTERNS = {  # of machine code
+    "spills": r"\b(?:STL|LDL)\b",
+    "wide_loads": r"LDG\S*\.128",
+    "wide_stores": r"STG\S*\.128",
+    "wide_copies": r"LDGSTS\S*\.128",
+    "narrow_copies": r"LDGSTS(?!\S*\.128)",
+    "tensor_cores": r"\bHGMMA\b",
+    "tile_loads": r"\bUTMALDG\b",
+    "tile_stores": r"\bUTMASTG\b",
+}
+STRIDES = ("stride", "logits_stride", "gradients_stride", "student_stride", "teacher_stride", "gradient_stride")
+TYPES = (  # of arguments by name; any other is a pointer to float32
+    dict.fromkeys(("targets", "starts", "counts", "order", "lengths"), "*i64")
+    | dict.fromkeys(("heads", "tails", "tail_totals", "teacher_tails", "doubles", "by_heads", "by_tails"), "*fp64")
+    | dict.fromkeys(("c", "grad_scale", "slope_scale", "opsm_threshold", "coefficient"), "fp32")
+    | dict.fromkeys(
+        ("rows", "columns", "valid", "first", "vocab_size", "blocks", "ranks", "K", "zero", *STRIDES), "i32"
+    )
+    | dict.fromkeys(("sequences", "num_sequences", "row_stride", "id_stride"), "i32")
+    | {"mask": "*i1", "ids": "*i32", "numbers": ("fp32",) * 4, "coefficients": ("fp32",) * 2}
+)
+
+
+@dataclass(frozen=True)
+class Build:
+    """A kernel with what it is launched with, and what its machine code must be."""
+
+    name: str  # GROUP WORDS…
+    kernel: Any
+    constants: dict[str, Any]
+    options: dict[str, int] = field(default_factory=dict)
+    types: dict[str, Any] = field(default_factory=dict)  # in addition to `TYPES`
+    even: tuple[str, ...] = ("valid", "columns", *STRIDES)  # numbers that are multiples of 16
+    threads: int = 0  # that must fit on a multiprocessor with their registers; 0: any
+    programs: int = 0  # that must fit with their shared memory; 0: any
+    least: dict[str, int] = field(default_factory=dict)  # of `PATTERNS`
+    is_gluon: bool = False
+    is_default: bool = False  # part of the default tier
+
+    @property
+    def source(self) -> Any:
+        from triton.compiler import ASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        names, types = self.kernel.arg_names, TYPES | self.types
+        signature = {name: "constexpr" if name in self.constants else types.get(name, "*fp32") for name in names}
+        aligned = [place for place, kind in self._leaves(signature) if kind[0] == "*" or names[place[0]] in self.even]
+        return (GluonASTSource if self.is_gluon else ASTSource)(
+            fn=self.kernel,
+            signature=signature,
+            constexprs={(names.index(name),): value for name, value in self.constants.items()},
+            attrs={place: [["tt.divisibility", 16]] for place in aligned},
+        )
+
+    @staticmethod
+    def _leaves(signature: dict[str, Any]) -> Iterator[tuple[tuple[int, ...], str]]:
+        """Places and types of the arguments, those within tuples one by one."""
+        for i, kind in enumerate(signature.values()):
+            yield from (((i, j), each) for j, each in enumerate(kind)) if isinstance(kind, tuple) else [((i,), kind)]
+
+    def compiled(self, chip: int) -> dict[str, Any]:
+        """Figures of the machine code, with the flaws."""
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import compile as compile_kernel
+
+        built = compile_kernel(self.source, target=GPUTarget("cuda", chip, 32), options=self.options)
+        usage, code = disassembled(built.asm["cubin"])
+        found = {name: len(re.findall(pattern, code)) for name, pattern in PATTERNS.items()}
+        found |= {"registers": int(re.search(r"REG:(\d+)", usage)[1]), "shared": built.metadata.shared}
+        flaws = [f"{found[name]} {name}" for name, number in self.least.items() if found[name] < number]
+        flaws += ["narrow copies"] if found["narrow_copies"] else []
+        flaws += ["registers"] if found["registers"] * self.threads > REGISTERS else []
+        flaws += ["shared memory"] if (found["shared"] + RESERVED) * self.programs > SHARED_BYTES else []
+        return {"name": self.name, "flaws": flaws} | found
+
+
+def disassembled(cubin: bytes) -> tuple[str, str]:
+    """Resource usage and machine code, from the cuobjdump of Triton."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return tuple(
+            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
+            for flag in ("--dump-resource-usage", "-sass")
+        )
+
+
+def single_pass() -> Iterator[Build]:
+    """Plain, and with the longest token kernel, a KL term and the bonus, at every shape of a row."""
+    import torch
+
+    from megatron_pg.kernels.triton import single_pass as by
+    from megatron_pg.kernels.triton import token_kernels
+    from megatron_pg.kernels.triton.single_pass_kernel import single_pass_kernel
+
+    sizes = [(2048, "bf16"), (151936, "bf16"), (19008, "bf16"), (151936, "fp32")]
+    sizes += [(columns, "bf16") for columns in (9008, 37984, 40960, 76800, 81920, 128256, 188416, 262144)]
+    sizes += [(columns, "fp32") for columns in (38912, 60000, 94208)]
+    for (columns, dtype), loss in itertools.product(sizes, ("grpo", "dppo_kl+k3_weighted")):
+        shape = by.Shape.of_row(columns, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype].itemsize)
+        objective, _, estimator = loss.partition("+")
+        kernels = {"TOKEN_KERNEL": getattr(token_kernels, objective), "KL": getattr(token_kernels, estimator, None)}
+        yield Build(
+            f"single_pass {columns} {dtype} {loss}",
+            single_pass_kernel,
+            kernels | {"BONUS": bool(estimator), "ENTROPY": True, "ROW": shape.tiling},
+            shape.options,
+            {"logits": f"*{dtype}", "gradients": f"*{dtype}", "fields": _fields()},
+            threads=shape.tiling.threads * shape.programs,
+            programs=shape.programs,
+            least={"wide_stores": 1, "wide_copies": 1},
+            is_gluon=True,
+            is_default=columns == 2048,
+        )
+
+
+def _fields() -> Any:
+    from megatron_pg.kernels.triton.terms import FieldPointers
+
+    return FieldPointers(*["*fp32"] * 7)._replace(mask="*i1")
+
+
+def surrogate() -> Iterator[Build]:
+    """The loss from log-probabilities, of tokens and of sequences with all that may be read of them."""
+    from megatron_pg.kernels.triton import segments, token_kernels
+    from megatron_pg.kernels.triton import surrogate as by
+
+    kinds = {"sequences": segments.SequencePointers("*i64", "*fp64", "*fp64"), "fields": _fields()}
+    for name, reads_sequences in (("dppo_kl", False), ("vespo", True)):
+        constants = {"TOKEN_KERNEL": getattr(token_kernels, name), "KL": token_kernels.k3_weighted, "BONUS": True}
+        constants |= dict.fromkeys(("SEQUENCES", "OPSM", "ONE_WEIGHT"), reads_sequences) | {"BLOCK": by.BLOCK}
+        yield Build(f"surrogate {name}", by.surrogate_kernel, constants, types=kinds, is_default=True)
+    constants = {"AVERAGED": token_kernels.gmpo_averaged, "OPSM": True, "ONE_WEIGHT": True, "BLOCK": segments.BLOCK}
+    yield Build(
+        "surrogate segments",
+        segments.segment_kernel,
+        constants,
+        {"num_warps": 8},
+        {"results": "*fp64"},
+        is_default=True,
+    )
+
+
+def rows() -> Iterator[Build]:
+    """What reads and writes rows of logits, with rows that begin at multiples of 16 bytes and others."""
+    import torch
+
+    from megatron_pg.kernels.triton import vocab_parallel as by
+
+    made = dict.fromkeys(("totals", "entropies", "by_logprobs", "by_entropies", "grad_loss"))
+    upstream = [{"factors": None} | dict.fromkeys(n) for n in ((), ("by_entropies",), ("grad_loss",))]
+    upstream += [{"factors": None, "by_entropies": None, "grad_loss": None}, made]
+    for dtype, shifted in itertools.product(("bf16", "fp32"), (False, True)):
+        logits = torch.empty(0, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
+        variants = [(by.statistics_kernel, by.READ.options(logits) | {"WHOLE": whole}) for whole in (False, True)]
+        variants += [(by.gradient_kernel, by.WRITE.options(logits) | absent) for absent in upstream]
+        for number, (kernel, launched) in enumerate(variants):
+            launched |= {"SHIFTED": shifted}
+            constants = {name: launched.pop(name) for name in kernel.arg_names if name in launched}
+            yield Build(
+                f"rows {kernel.__name__} {number} {dtype} {'shifted' if shifted else 'even'}",
+                kernel,
+                constants,
+                launched,
+                {"logits": f"*{dtype}", "gradients": f"*{dtype}"},
+                even=() if shifted else ("valid", "columns", *STRIDES),
+                threads=1024,  # what keeps enough loads in flight
+                least={"wide_loads": constants["UNROLL"] * (1 if shifted else 2)},
+                is_default=dtype == "bf16" and not shifted and number in (1, 2),
+            )
+
+
+def teacher() -> Iterator[Build]:
+    """What reads the rows of student and teacher."""
+    import torch
+
+    from megatron_pg.kernels.triton import teacher as by
+
+    logits, shares = torch.empty(0), {"NUMBERS": (0.3, 0.7)}
+    variants = [("", by.mixture_kernel, by.MIX.options(logits) | shares, "fp32", 1024)]
+    for form in ("forward_kl", "reverse_kl", "jsd"):
+        variants.append((form, by.statistics_kernel, by.READ.options(logits) | {"FORM": form}, "fp32", 1024))
+        variants.append((form, by.combine_kernel, {"FORM": form, "BLOCK": by.COMBINE_ROWS}, "fp32", 1024))
+        written = by.WRITE.options(logits) | shares | {"FORM": form}
+        variants += [(form, by.gradient_kernel, dict(written), dtype, 640) for dtype in ("bf16", "fp32")]
+    for form, kernel, launched, dtype, threads in variants:
+        constants = {name: launched.pop(name) for name in kernel.arg_names if name in launched}
+        yield Build(
+            f"teacher {kernel.__name__} {form} {dtype}",
+            kernel,
+            constants,
+            launched,
+            {"gradients": f"*{dtype}", **dict.fromkeys(STRIDES, "i64")},
+            threads=threads,
+            least={"wide_loads": int(kernel is not by.combine_kernel)},
+            is_default=form in ("", "jsd") and dtype == "fp32",
+        )
+
+
+def topk() -> Iterator[Build]:
+    """What computes on the teacher's top-k tokens, by the number of ids of a row."""
+    import torch
+
+    from megatron_pg.declarations.loss_terms import KINDS
+    from megatron_pg.kernels.triton import divergences, topk_loss, topk_rows
+    from megatron_pg.kernels.triton import topk as by
+
+    variants = [(kernel, {}, "fp32") for kernel in (topk_rows.combine_kernel, topk_rows.coefficients_kernel)]
+    for dtype in ("bf16", "fp32"):
+        variants.append((by.take_and_hide_kernel, {}, dtype))
+        variants.append((by.put_kernel, {"starts": None, "counts": None}, dtype))
+    for kind in (each for each in KINDS.values() if each.reads_topk):
+        form = {"FORM": getattr(divergences, kind.function), "TAIL_FLOOR": 1e-6 if kind.has_tail else None}
+        form |= {"NUMBERS": divergences.numbers_of(kind.mixture and kind.mixture.default)}
+        variants += [(topk_loss.divergence_kernel, form | {"FIRST": first}, "fp32") for first in (True, False)]
+    for (kernel, flags, dtype), block in itertools.product(variants, (64, 512)):
+        form = getattr(flags.get("FORM"), "__name__", "")
+        yield Build(
+            f"topk {kernel.__name__} {form} {flags.get('FIRST', '')} {dtype} {block}",
+            kernel,
+            flags | {"BLOCK": block},
+            {"num_warps": topk_rows.block_of(torch.empty(1, block))["num_warps"]},
+            {"logits": f"*{dtype}", "table": f"*{dtype}", "stride": "i64"},
+            even=(),
+            is_default=block == 64 and dtype == "fp32" and (not form or (form == "jsd" and not flags["FIRST"])),
+        )
+
+
+def sampling_masks() -> Iterator[Build]:
+    """What reads and writes the tokens of a sampling mask."""
+    from megatron_pg.kernels.triton import sampling_masks as by
+    from megatron_pg.kernels.triton.topk import put_kernel
+
+    variants = [(by.sampling_mask_statistics_kernel, {}), (put_kernel, {"K": 0, "row_stride": 0, "id_stride": 1})]
+    variants += [(by.sampling_mask_gradient_kernel, {"WHOLE_ENTROPY": whole}) for whole in (False, True)]
+    for (kernel, flags), dtype in itertools.product(variants, ("bf16", "fp32")):
+        yield Build(
+            f"sampling_masks {kernel.__name__} {flags.get('WHOLE_ENTROPY', '')} {dtype}",
+            kernel,
+            flags | {"BLOCK": by.BLOCK},
+            {"num_warps": by.WARPS},
+            {"logits": f"*{dtype}", "table": f"*{dtype}", "gradients": f"*{dtype}", "stride": "i64"},
+            even=(),
+            is_default=dtype == "fp32" and flags.get("WHOLE_ENTROPY", True),
+        )
+
+
+def scaled_exp() -> Iterator[Build]:
+    """The product of the fused head's mode of that name: tensor cores, whole tiles."""
+    from megatron_pg.lm_head.scaled_exp.kernels import Tiles, scaled_exp_kernel
+
+    for width in (1024, 2048, 4096, 8192):
+        tiles = Tiles.of_width(width)
+        yield Build(
+            f"scaled_exp {width}",
+            scaled_exp_kernel,
+            tiles.constants,
+            {"num_warps": tiles.warps, "num_stages": tiles.stages},
+            dict.fromkeys(scaled_exp_kernel.arg_names, "i32")
+            | {
+                "hidden": f"tensordesc<bf16[{tiles.rows},{tiles.depth}]>",
+                "weight": f"tensordesc<bf16[{tiles.columns},{tiles.depth}]>",
+                "scaled": f"tensordesc<bf16[{tiles.rows},{tiles.columns // tiles.parts}]>",
+                **{"target_logits": "*fp32", "targets": "*i64", "sums": "*fp32", "c": "fp32"},
+            },
+            even=("width", "columns", "valid"),
+            threads=32 * tiles.warps * tiles.programs,
+            programs=tiles.programs,
+            least={"tensor_cores": 1, "tile_loads": 1, "tile_stores": 1},
+            is_default=width == 1024,
+        )
+
+
+GROUPS = {make.__name__: make for make in (single_pass, surrogate, rows, teacher, topk, sampling_masks, scaled_exp)}
+
+if __name__ == "__main__":
+    chip, *names = sys.argv[1:]
+    for build in itertools.chain.from_iterable(GROUPS[group]() for group in {n.split()[0]: n for n in names} or GROUPS):
+        if chip == "table":
+            print(json.dumps([build.kernel.__name__, build.is_default]))
+        elif {build.name, build.name.split()[0]} & {*names} or (not names and build.is_default):
+            print(json.dumps(build.compiled(int(chip))))
