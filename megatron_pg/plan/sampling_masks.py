@@ -102,10 +102,10 @@ def _check_anchor(sample: Sample, sampling_mask: RecordedMask, mask: Tensor, nam
 
 def _check_term(sample: Sample, sampling_mask: RecordedMask, mask: Tensor, term: LossTerm) -> None:
     """Refuse a token for which one term reads log π over the sampling mask and another over the whole vocabulary."""
-    own = sample.mask_of(term.tokens)
-    is_both = mask & (sampling_mask.counts > 0) if own is None else mask & (sampling_mask.counts > 0) & own
+    of_term = sample.mask_of(term.tokens)
+    is_both = mask & (sampling_mask.counts > 0) if of_term is None else mask & (sampling_mask.counts > 0) & of_term
     is_alone = term.payload is not None
-    if (own is not None or is_alone) and is_both.any():
+    if (of_term is not None or is_alone) and is_both.any():
         raise ValueError(
             f"{term.flag} reads log-probabilities over the whole vocabulary at response token "
             f"{int(is_both.nonzero()[0])} of sample {sample.sample_id}, where another term reads those over its "

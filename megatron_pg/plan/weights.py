@@ -89,7 +89,8 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
             values = getattr(sample, name)
             if values is None:
                 raise ValueError(
-                    f"sample {sample.sample_id} has no {name}, which {flag} needs. Give it to every sample, or remove the flag."
+                    f"sample {sample.sample_id} has no {name}, which {flag} needs. Give it to every sample, or "
+                    "remove the flag."
                 )
             if name in PAYLOADS:
                 PAYLOADS[name].check_read(values, mask, sample.sample_id, flag)
@@ -173,28 +174,26 @@ def token_weights(
         weights = policy / _per_token(batch, plan.denominators, first_sample)
     else:
         weights = factors.reducer / max(plan.num_tokens if settings.per_token else plan.num_rollouts, 1)
-    found = {"weights": weights}
+    fields = {"weights": weights}
     if factors.corrections is not None:
-        found["corrections"] = factors.corrections
+        fields["corrections"] = factors.corrections
     if settings.trained != settings.objective_tokens:
-        found |= {"mask": batch.mask_of(*settings.trained), f"{POLICY}.mask": policy}
+        fields |= {"mask": batch.mask_of(*settings.trained), f"{POLICY}.mask": policy}
     if any(sample.sampling_mask is not None for sample in batch.samples):
-        found["sampling_mask"] = batch.mask_of(*settings.over_sampling_mask)
+        fields["sampling_mask"] = batch.mask_of(*settings.over_sampling_mask)
     for payload in dict.fromkeys(term.payload for term in settings.terms.further if term.payload):
-        found[payload] = batch.mask_of(*(t.tokens for t in settings.terms.further if t.payload == payload))
+        fields[payload] = batch.mask_of(*(t.tokens for t in settings.terms.further if t.payload == payload))
     for name in settings.terms.reads - PAYLOADS.keys():
-        if all(
-            getattr(sample, name) is None for sample in batch.samples
-        ):  # a micro-batch without a token that reads it is one of the same loss
-            found[name] = batch.response_values(name)
+        if all(getattr(sample, name) is None for sample in batch.samples):  # micro-batches have the same fields
+            fields[name] = batch.response_values(name)
     for term in settings.terms.further:
         if term.tokens not in settings.objective_tokens:
-            found[f"{term.name}.mask"] = batch.mask_of(term.tokens)
+            fields[f"{term.name}.mask"] = batch.mask_of(term.tokens)
         if (denominators := plan.terms[term.name].denominators) is not None:
-            found[f"{term.name}.weights"] = batch.mask_of(term.tokens) / _per_token(batch, denominators, first_sample)
+            fields[f"{term.name}.weights"] = batch.mask_of(term.tokens) / _per_token(batch, denominators, first_sample)
         if term.is_of_a_correction:
-            found[f"{term.name}.weights"] = weights * factors.penalised
-    return found
+            fields[f"{term.name}.weights"] = weights * factors.penalised
+    return fields
 
 
 def depth_weights(batch: PackedBatch, plan: StepPlan, first_sample: int, *, settings: LossSettings) -> list[Tensor]:

@@ -185,7 +185,7 @@ def test_a_loss_that_is_not_finite_ends_the_run():
 
 @pytest.mark.parametrize(("given", "message"), refused_flags("nemo_rl"))
 def test_options_that_contradict_are_refused_by_name(given, message):
-    """`tis` stands for the options of a truncated correction of that type."""
+    """`tis` is short for the options of a truncated correction of that type."""
     given = dict(given)
     kind = given.pop("tis", None)
     with pytest.raises(ArgumentError) as refused:

@@ -23,7 +23,7 @@ def found(folder, full):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_their_own_loss_is_what_its_formulas_say(found, layout):
+def test_the_hosts_loss_equals_its_formulas(found, layout):
     errors = found[f"theirs, {layout}"]
     assert len(errors) == 5
     assert max(errors.values()) < LIMIT

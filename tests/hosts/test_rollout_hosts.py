@@ -170,7 +170,7 @@ def compare(logged: list[dict], without: set[str]) -> None:
 
 
 def test_documents_of_a_row_are_cut_as_the_host_cuts_them():
-    """The padding behind them too, by itself; else positions of the last document would move between ranks."""
+    """The padding is split by itself: otherwise positions of the last document would move between ranks."""
     from megatron_pg.batch import pack_row, slice_batch
 
     samples = hosts.samples()[:3]

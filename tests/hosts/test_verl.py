@@ -302,7 +302,7 @@ def test_rows_become_samples_and_filling_rows_nothing():
     assert sample.tokens.tolist() == [1, 2, 3]
 
 
-def test_a_row_that_trains_a_token_is_a_sample_whatever_its_uid_is_called():
+def test_a_row_that_trains_a_token_is_a_sample_with_any_uid():
     rows = samples_of(batch(uid=Column(["padlock", "pad1"])))
     assert [row and row.prompt_id for row in rows] == ["padlock", None]
 

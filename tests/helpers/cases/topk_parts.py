@@ -19,7 +19,8 @@ def one_term(
 ) -> tuple[PolicyLoss, Tensor]:
     """A divergence over the tokens of the objective, with KL and bonus, and logits [rows, size + padding].
 
-    Among the rows: a tail of 1e-9 and one of 1e-26, a teacher's of 0, rows without and with one id, a target named and one not.
+    Among the rows: a tail of 1e-9 and one of 1e-26, a teacher's of 0, rows without and with one id, a target named and
+        one not.
     """
     mask = torch.rand(rows) < 0.6
     mask[:8] = True  # the rows of which something is known

@@ -68,7 +68,7 @@ def get_data_iterator(args, model, rollout_data):
 
 
 def batch_of(iterator: Iterator) -> dict:
-    """The row of this context-parallel rank: documents cut in zigzag, padding behind them; or a padded row for each."""
+    """The row of this context-parallel rank: documents cut in zigzag, then padding; or a padded row for each."""
     batch = iterator.get_next(["tokens", "total_lengths", "response_lengths", "loss_masks", "max_seq_lens"])
     batch["unconcat_tokens"] = batch["tokens"]
     if "max_seq_lens" in batch:

@@ -210,7 +210,7 @@ def worker(
     model: DistributedDataParallel | None = None,
     optimizer: Any = None,
 ) -> Any:
-    """Their TrainingWorker with a given engine or that of their registry, and a given model or the toy."""
+    """verl's TrainingWorker with a given engine or the registered one, and a given model or the toy."""
     name = SimpleNamespace(enable=False, enable_train=False)
     model_config = {
         "model_type": "language_model",

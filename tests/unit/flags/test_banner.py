@@ -162,7 +162,8 @@ def test_the_banner_shows_the_remaining_settings_with_their_flags():
         (
             mode("prompt_mean", pg_denominator="live"),
             "weight",
-            "1/δ, δ = P · M_group: prompts of the step with a trained token · trained tokens of the token's prompt group",
+            "1/δ, δ = P · M_group: prompts of the step with a trained token · trained tokens of the token's prompt "
+            "group",
         ),
         (
             constant(64) | {"pg_denominator": "live"},

@@ -23,7 +23,7 @@ def test_what_is_not_given_has_its_default_and_the_loss_scaling_is_the_hosts():
     assert not {"Megatron", "layout", "inherited"} & rows.keys()
 
 
-def test_megatrons_own_loop_is_not_looked_at():
+def test_megatrons_own_loop_is_ignored():
     """A host's parser fills these in, and its own loop reads none of them."""
     loop = {
         "dataloader_type": "single",
@@ -56,7 +56,7 @@ def test_multi_token_prediction_stays_the_hosts():
         ({}, Inherited("--clip", "pg_clip_eps_low", 0.2, is_default=True), 0.2),
     ],
 )
-def test_a_flag_of_the_host_stands_for_ours(given, flag, value):
+def test_a_flag_of_the_host_replaces_ours(given, flag, value):
     checked = check("host", given, megatron={}, inherited=[flag])
     assert checked.args.pg_clip_eps_low == value
     said = [] if value == 0.1 else [("inherited", f"--clip is --pg-clip-eps-low {value}")]

@@ -67,7 +67,7 @@ def test_samples_in_any_order_and_cut_are_one_step(aggregation):
         assert torch.allclose(found, expected, rtol=1e-6, atol=1e-9)
 
 
-def test_on_policy_ratios_are_exactly_one_and_the_gradient_is_that_of_the_first_step():
+def test_on_policy_ratios_are_exactly_one_and_the_gradient_equals_the_first_steps():
     loss, samples = settings(), hosts.samples()[:4]
 
     def work(rank: int):

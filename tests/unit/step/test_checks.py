@@ -241,7 +241,7 @@ def grouped(**changed: object) -> tuple[types.SimpleNamespace, types.SimpleNames
     ],
     ids=str,
 )
-def test_what_would_not_go_by_a_micro_batchs_own_ranks_is_refused(monkeypatch, changed, named):
+def test_what_ignores_a_micro_batchs_own_ranks_is_refused(monkeypatch, changed, named):
     changed = dict(changed)
     stages, documents = changed.pop("stages", 1), changed.pop("documents", False)
     monkeypatch.setattr(checks.parallel_state, "get_pipeline_model_parallel_world_size", lambda: stages)
@@ -253,7 +253,7 @@ def test_what_would_not_go_by_a_micro_batchs_own_ranks_is_refused(monkeypatch, c
         checks.check_dynamic_cp([model], settings, takes_documents=documents)
 
 
-def test_a_micro_batch_has_ranks_of_its_own_where_the_step_goes_by_them_and_only_there():
+def test_a_micro_batch_may_have_its_own_ranks_only_in_a_step_that_uses_them():
     plain = pack([sample()], qkv_format="thd")
     own = {(f, n): pack([sample()], qkv_format="thd", cp_ranks=ContextRanks(f, n)) for f, n in [(1, 1), (0, 2), (0, 1)]}
     checks.check_cuts([plain, plain], None)
@@ -304,7 +304,7 @@ def wrapped(kind: type, **config: object) -> object:
     return model
 
 
-def test_fsdp2_alone_is_told_from_its_inherited_scaling():
+def test_only_fsdp2_is_recognized_by_its_inherited_scaling():
     kinds = (TorchFullyShardedDataParallel, DistributedDataParallel, FullyShardedDataParallel)
     assert [checks.always_averages(wrapped(kind)) for kind in kinds] == [True, False, False]
     assert not checks.always_averages(torch.nn.Linear(1, 1))

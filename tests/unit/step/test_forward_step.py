@@ -39,7 +39,7 @@ def test_logits_without_a_loss_have_the_precision_of_the_loss(words):
     assert ((logits.double() - exact).abs().max() < 1e-5) == bool(words)
 
 
-def test_a_model_without_a_loss_of_its_own_is_refused_by_name():
+def test_a_model_without_its_own_loss_is_refused_by_name():
     args = add_arguments(argparse.ArgumentParser()).parse_args([])
     with pytest.raises(ScheduleError, match="gave a Linear, which has no compute_language_model_loss"):
         PolicyGradientStep(LossSettings.from_args(args)).attach(torch.nn.Linear(1, 1))
@@ -53,7 +53,7 @@ def test_a_forward_on_one_rank_alone_is_refused_before_any_collective():
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_a_state_that_begins_anew_where_megatron_is_told_is_each_documents_own(cp_size):
+def test_a_state_that_restarts_at_document_boundaries_belongs_to_one_document(cp_size):
     """Under context parallelism too: such layers undo the cut first."""
     samples = random_step(random.Random(3))
     batch = pack(samples, qkv_format="thd", cp_size=cp_size, multiple_of=8)

@@ -75,7 +75,7 @@ def test_an_unbiased_kl_is_the_weighted_estimator():
         slime.HOST.checked(arguments(kl_loss_type="k2", **more))
 
 
-def test_terms_of_ones_own_need_a_host_that_names_them():
+def test_custom_terms_need_a_host_that_names_them():
     sft, teacher = "sft:ce,weight=0.1", "teacher:opd,on=rl"
     assert slime.HOST.checked(arguments(pg_term=[sft, teacher])).args.pg_term == [sft, teacher]
     assert miles.HOST.checked(arguments(pg_term=[teacher])).args.pg_term == [teacher]
@@ -83,7 +83,7 @@ def test_terms_of_ones_own_need_a_host_that_names_them():
         miles.HOST.checked(arguments(pg_term=[sft]))
 
 
-def test_a_teacher_in_the_advantages_alone_stays_theirs():
+def test_a_teacher_in_the_advantages_alone_stays_the_hosts():
     assert slime.HOST.checked(arguments(use_opd=True, opd_kl_coef=1.0)).args.pg_term is None
 
 
@@ -99,7 +99,7 @@ def test_their_truncated_importance_sampling_is_ours(host):
     assert host.checked(arguments()).args.pg_correction == "none"
 
 
-def test_a_message_about_a_number_of_theirs_names_their_flag():
+def test_a_message_about_a_number_of_the_host_names_its_flag():
     with pytest.raises(ArgumentError, match=r"--eps-clip must be between 0 and 1 .*got 1\.5") as refused:
         slime.HOST.checked(arguments(eps_clip=1.5))
     assert "--pg-clip-eps-low" not in str(refused.value)
@@ -107,5 +107,5 @@ def test_a_message_about_a_number_of_theirs_names_their_flag():
         slime.HOST.checked(arguments(eps_clip=0.2, pg_clip_eps_low=1.5))
 
 
-def test_a_default_of_theirs_gives_way_to_ours():
+def test_our_default_replaces_the_hosts():
     assert slime.HOST.checked(arguments(eps_clip_high=0.2, pg_clip_eps_high=0.28)).args.pg_clip_eps_high == 0.28

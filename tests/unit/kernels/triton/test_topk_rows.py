@@ -33,7 +33,8 @@ def vocabularies(columns: int, ranks: int, size: int) -> list[Vocabulary]:
 
 
 def rows_with_edges(size: int, width: int) -> tuple[torch.Tensor, ...]:
-    """Logits [8, size] float64, targets, mask and ids: a tail of 1e-9, no id, few ids, a target named and one not, ids together, NaN."""
+    """Logits [8, size] float64, targets, mask and ids: a tail of 1e-9, no id, few ids, a target named and one not, ids
+    together, NaN."""
     logits = 2 * torch.randn(8, size, dtype=torch.float64)
     ids = torch.stack([torch.randperm(size)[:width] for _ in range(8)]).int()
     ids[0] = torch.arange(width)  # on one shard, if that has so many
