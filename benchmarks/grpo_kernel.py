@@ -61,12 +61,12 @@ def ours(fields: dict, **options) -> Callable:
 
 
 class ModelOutput(torch.autograd.Function):
-    """Logits as the output of a model, not a leaf, so that their memory may be overwritten."""
+    """Logits as the output of a model, neither a leaf nor a view, so that their memory may be overwritten."""
 
     @staticmethod
     def forward(ctx, weight, logits):
-        """The logits, differentiable."""
-        return logits.view_as(logits)
+        """The logits, differentiable, in the same memory."""
+        return logits.new_empty(0).set_(logits)
 
     @staticmethod
     def backward(ctx, gradient):

@@ -6,10 +6,11 @@ tiles, filled by asynchronous copies), the rest in registers (`kept` tiles). Wha
 after group, the freed groups are filled with the program's next row, and the statistics of that row are accumulated
 `lag` groups later. So loads, stores and arithmetic overlap, and only the last groups of a row are waited for.
 
-Shared memory needs no barrier. A tile has one vector per thread, and thread i of a copy, a load and a store is the same
-thread: each thread reads only words that it has copied itself, and overwrites only words that it has read itself.
-`wait_group` makes a thread's own copies visible to it. The only barriers are those within the reduction over the
-threads, and the one before the target's column.
+The source has no barrier for shared memory, because threads share none of it. A tile has one vector per thread, and
+thread i of a copy, a load and a store is the same thread: each thread reads only words that it has copied itself, and
+overwrites only words that it has read itself. `wait_group` makes a thread's own copies visible to it. Triton's compiler
+does not use this and inserts barriers around the copies and waits. The one barrier of the source is for global memory:
+it comes before the store to the target's column.
 
 Written in Gluon, because plain Triton cannot keep a tile in shared memory from one pass to the next.
 """

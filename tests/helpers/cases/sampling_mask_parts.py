@@ -19,7 +19,8 @@ BONUSES = (LossTerm(name="entropy", kind="entropy", weight=BONUS, on="rl"),)
 
 @dataclass(frozen=True)
 class Parts:
-    """Rows of which some are masked, where everything is poison; sets are none, one token, several, many, and all tokens."""
+    """Rows of which some are masked, where everything is poison; sets are none, one token, several, many, and all
+    tokens."""
 
     fields: TokenFields
     sets: list[list[int]]

@@ -1,4 +1,5 @@
-"""Hidden states of a student and a teacher, heads of both, and the loss of a micro-batch written out row by row in float64."""
+"""Hidden states of a student and a teacher, heads of both, and the loss of a micro-batch written out row by row in
+float64."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ BONUS = 0.2
 
 @dataclass(frozen=True)
 class Parts:
-    """Rows of which some are the objective's, some the teacher's, some both, and some nobody's, where everything is poison."""
+    """Rows of which some are the objective's, some the teacher's, some both, and some nobody's, where everything is
+    poison."""
 
     hidden: Tensor  # [T, H]
     weight: Tensor  # [V, H], and padding

@@ -30,7 +30,8 @@ def terms_of(*kinds: str) -> tuple[LossTerm, ...]:
 
 @dataclass(frozen=True)
 class Parts:
-    """Rows of which some are the objective's, some the loss terms', some both, and some nobody's, where everything is poison."""
+    """Rows of which some are the objective's, some the loss terms', some both, and some nobody's, where everything is
+    poison."""
 
     fields: TokenFields
     loss_terms: tuple[LossTerm, ...]
@@ -81,7 +82,8 @@ class Parts:
         return PolicyLoss(LossTerms(objective=objective, further=self.loss_terms), self.fields)
 
     def expected(self, logits: Tensor, temperature: float) -> Tensor:
-        """The sum of all losses in float64 by autograd over [T, V], row by row; rows that nothing trains are not read."""
+        """The sum of all losses in float64 by autograd over [T, V], row by row; rows that nothing trains are not
+        read."""
         total = torch.zeros((), dtype=torch.float64)
         f = self.fields
         for t in f.mask.nonzero()[:, 0].tolist():
@@ -132,7 +134,8 @@ def one_term(
 ) -> tuple[PolicyLoss, Tensor]:
     """A divergence over the tokens of the objective, with KL and bonus, and logits [rows, size + padding].
 
-    Among the rows: a tail of 1e-9 and one of 1e-26, a teacher's of 0, rows without and with one id, a target named and one not.
+    Among the rows: a tail of 1e-9 and one of 1e-26, a teacher's of 0, rows without and with one id, a target named and
+        one not.
     """
     mask = torch.rand(rows) < 0.6
     mask[:8] = True  # the rows of which something is known

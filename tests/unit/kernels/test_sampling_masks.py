@@ -121,7 +121,8 @@ def test_ids_may_lie_on_any_rank(impl, sampling_mask_entropy, tp, monkeypatch):
 
 
 def on_ranks(function, pieces, monkeypatch) -> list:
-    """`function(piece, group)` of every rank one after the other, for an interpreter is useless for threads: each runs once for its shares."""
+    """`function(piece, group)` of every rank one after the other, for an interpreter is useless for threads: each runs
+    once for its shares."""
     shares = []
     monkeypatch.setattr(
         Vocabulary, "gather", lambda _, mine: shares.append(mine) or mine.expand(len(pieces), *mine.shape)
@@ -230,7 +231,8 @@ def draw_at(logits: torch.Tensor, rows: torch.Tensor, parts: Parts) -> torch.Ten
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_on_the_policy_that_sampled_the_ratio_is_1(impl, tp, monkeypatch):
-    """The sampler keeps 0.95 of the probability and reports the rest, in float64; without its sets the mean ratio is what it kept."""
+    """The sampler keeps 0.95 of the probability and reports the rest, in float64; without its sets the mean ratio is
+    what it kept."""
     torch.manual_seed(7)
     rows, size = 8, 300
     logits = 2.5 * torch.randn(rows, size)

@@ -1,4 +1,5 @@
-"""Divergences over a teacher's top-k tokens, from stored logits, by every implementation, against their losses in float64."""
+"""Divergences over a teacher's top-k tokens, from stored logits, by every implementation, against their losses in
+float64."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""The fused head where distributions are over what could be sampled, against loops in float64, and on the policy that sampled."""
+"""The fused head where distributions are over what could be sampled, against loops in float64, and on the policy that
+sampled."""
 
 import math
 from functools import partial

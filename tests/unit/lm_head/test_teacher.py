@@ -1,4 +1,5 @@
-"""The fused head with a teacher, from both hidden states, against the losses and gradients written out row by row in float64."""
+"""The fused head with a teacher, from both hidden states, against the losses and gradients written out row by row in
+float64."""
 
 import threading
 from dataclasses import replace
@@ -44,7 +45,8 @@ def moved(parts: Parts, device: str) -> Parts:
 
 
 def run(parts: Parts, head: Head, *, temperature: float = 0.7, tp_group=None, rank: int = 0, **options) -> tuple:
-    """The result, and the gradients by hidden states and this rank's rows of the weight, at an upstream gradient of 3."""
+    """The result, and the gradients by hidden states and this rank's rows of the weight, at an upstream gradient of
+    3."""
     ranks = 1 if tp_group is None else tp_group.size()
     weight, teacher_weight = (each.chunk(ranks)[rank] for each in (parts.weight, parts.teacher_weight))
     leaves = [each.detach().clone().requires_grad_() for each in (parts.hidden, weight)]
@@ -172,7 +174,8 @@ def test_a_number_that_is_none_stays_visible(whose, kind, impl, dtype):
 
 @pytest.mark.parametrize(("impl", "dtype"), IMPLS)
 def test_far_apart_they_are_as_far_as_they_are(impl, dtype):
-    """Each gives nearly everything to a token to which the other gives e^-400: no clamp hides it, and its gradient is there."""
+    """Each gives nearly everything to a token to which the other gives e^-400: no clamp hides it, and its gradient is
+    there."""
     parts = Parts.draw("full_forward_kl", dtype, rows=5, size=3, padding=0, width=3)
     term = parts.policy_loss.terms.further[0]
     logits, theirs = torch.tensor([[0.0, 400.0, 3.0]] * 2), torch.tensor([[400.0, 0.0, 3.0]] * 2)

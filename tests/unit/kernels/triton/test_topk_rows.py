@@ -32,7 +32,8 @@ def vocabularies(columns: int, ranks: int, size: int) -> list[Vocabulary]:
 
 
 def rows_with_edges(size: int, width: int) -> tuple[torch.Tensor, ...]:
-    """Logits [8, size] float64, targets, mask and ids: a tail of 1e-9, no id, few ids, a target named and one not, ids together, NaN."""
+    """Logits [8, size] float64, targets, mask and ids: a tail of 1e-9, no id, few ids, a target named and one not, ids
+    together, NaN."""
     logits = 2 * torch.randn(8, size, dtype=torch.float64)
     ids = torch.stack([torch.randperm(size)[:width] for _ in range(8)]).int()
     ids[0] = torch.arange(width)  # on one shard, if that has so many
@@ -140,7 +141,8 @@ def test_the_loss_and_its_slopes_are_those_of_torch(kind, size, width):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(("size", "width"), [(12, 12), (11, 4), (90, 33)])
 def test_the_gradient_of_every_shard_is_that_of_the_whole(ranks, size, width):
-    """Each rank's statistics and gradient by kernels from its own columns; NaN is in one row, which is NaN everywhere."""
+    """Each rank's statistics and gradient by kernels from its own columns; NaN is in one row, which is NaN
+    everywhere."""
     torch.manual_seed(ranks + width)
     logits, targets, mask, ids = rows_with_edges(size, width)
     logits[6] = math.nan
