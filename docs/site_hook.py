@@ -1,6 +1,8 @@
-"""What the site has beyond the pages of docs/, as a hook of mkdocs: navigation, API reference and the pages of the root.
+"""What the site has beyond the pages of docs/, as a hook of mkdocs: navigation, API reference and the pages of the
+root.
 
-mkdocs.yml loads it, for `make site`. griffe reads the package's source without importing it, so neither torch nor Megatron is needed.
+mkdocs.yml loads it, for `make site`. griffe reads the package's source without importing it, so neither torch nor
+Megatron is needed.
 """
 
 import re

@@ -1,4 +1,5 @@
-"""The tables and counts on the pages that come from the code or from docs/*.json: `python docs/tables.py`, which `make docs` runs.
+"""The tables and counts on the pages that come from the code or from docs/*.json: `python docs/tables.py`, which `make
+docs` runs.
 
 A count in prose stands between markers, `<!-- count: objectives -->17<!-- -->`; its name is a key of `counts()`.
 """
@@ -257,7 +258,8 @@ def counts() -> dict[str, int]:
 
 PROVED = {  # rows of docs/proof.md, of which pages quote the number of cases
     "proved partitions": "partitions, float64: gradients within 1e-12",
-    "proved objective steps": "objectives × aggregation × correction × KL × entropy over layouts, float64: within 1e-12 of the oracle",
+    "proved objective steps": "objectives × aggregation × correction × KL × entropy over layouts, float64: within "
+    "1e-12 of the oracle",
     "killed source mutants": "Mutants of the source killed by the default tier",
 }
 

@@ -203,10 +203,8 @@ def get_sum_of_sample_mean(
                 "do not align. Give this context-parallel rank's values, samples one after the other."
             )
         parts: Any = zip(x.split(lengths), masks, divisors, strict=True)
-        zero = torch.zeros((), dtype=x.dtype, device=x.device)
-        return sum(
-            (torch.where(mask.to(x.device).bool(), values, 0).sum() / d for values, mask, d in parts), start=zero
-        )
+        sums = (torch.where(mask.to(x.device).bool(), values, 0).sum() / d for values, mask, d in parts)
+        return sum(sums, start=torch.zeros((), dtype=x.dtype, device=x.device))
 
     return reduce
 

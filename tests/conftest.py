@@ -38,8 +38,8 @@ def full(pytestconfig):
 def evidence(request):
     """Counts cases in the row that the test is marked with.
 
-    `evidence(cases=n)`, with `worst=` and `tolerance=` where there is a relative error, which must be within it, and with
-    `slowest=`, the seconds of the slowest case, where the row is about time.
+    `evidence(cases=n)`, with `worst=` and `tolerance=` where there is a relative error, which must be within it, and
+    with `slowest=`, the seconds of the slowest case, where the row is about time.
     """
     row = request.node.get_closest_marker("proof").args[0]
     return lambda **figures: request.config.stash[EVIDENCE].add(row, **figures)

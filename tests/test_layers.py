@@ -141,7 +141,8 @@ def test_megatron_is_imported_in_few_modules_only(path):
         ),
         ("objectives/* objectives/*/*", (".mean(", "mask")),
         (
-            "kernels/* kernels/triton/* objectives/* objectives/*/* batch/sequences.py batch/fields.py metrics/values.py step/loss.py step/loss_scaling.py",
+            "kernels/* kernels/triton/* objectives/* objectives/*/* batch/sequences.py batch/fields.py "
+            "metrics/values.py step/loss.py step/loss_scaling.py",
             (".item()", ".tolist()", ".cpu()", "nonzero", "synchronize"),
         ),
     ],
@@ -177,8 +178,8 @@ def test_importing_the_package_needs_neither_megatron_nor_cuda():
     code = (
         "import sys, megatron_pg\n"
         "assert 'torch' not in sys.modules\n"
-        "[getattr(megatron_pg, name) for name in megatron_pg.__all__ if name not in ('PolicyGradientStep', 'StepLog')]\n"
-        "import torch, megatron_pg.step.loss\n"
+        "[getattr(megatron_pg, name) for name in megatron_pg.__all__ if name not in ('PolicyGradientStep', "
+        "'StepLog')]\nimport torch, megatron_pg.step.loss\n"
         "assert not [m for m in sys.modules if m == 'megatron' or m.startswith('megatron.')]\n"
         "assert not torch.cuda.is_initialized()\n"
     )
@@ -202,7 +203,7 @@ TOGETHER = {
     "objectives/*": "tests/unit/objectives/test_formulas.py",
     "kernels/api.py": "tests/unit/kernels/test_reference.py",
     "kernels/checks.py": "tests/unit/kernels/test_reference.py",
-    "kernels/vocabulary.py": "tests/unit/kernels/test_logprobs.py",
+    "kernels/vocabulary.py": "tests/unit/kernels/test_label_logprobs.py",
     "kernels/*": "tests/unit/kernels/triton/test_loss.py",
     "lm_head/*": "tests/unit/lm_head/test_lm_head.py",
     "metrics/*": "tests/unit/metrics/test_table.py",

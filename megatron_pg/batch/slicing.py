@@ -109,11 +109,8 @@ def slice_batch(
     here = _rows_of(batch, index)
     flat = {name: here(values) for name, values in known.items()}
     layout = Layout(batch.lengths.tolist(), here)
-    payloads = {
-        name: payload.rows(batch.records_of(name), layout, flat.pop(name))
-        for name, payload in PAYLOADS.items()
-        if name in flat
-    }
+    read = [name for name in PAYLOADS if name in flat]
+    payloads = {name: PAYLOADS[name].rows(batch.records_of(name), layout, flat.pop(name)) for name in read}
     flat["targets"], slots = _columns(batch.labels, index), _columns(batch.sample_index, index)
     inputs = {name: getattr(batch, name)[:, index] for name in ("tokens", "labels", "position_ids")}
     inputs["loss_mask"] = flat["mask"].view(-1, len(batch.tokens)).t().float()

@@ -62,8 +62,8 @@ _MOST_SHOWN = 3  # of the flags that begin so
 def meant_flags(word: str, flags: Collection[str]) -> list[str] | None:
     """The flags that an unknown `word` may stand for, the best match first.
 
-    None if it is not a flag, or one of another parser: it neither begins like ours, nor is the beginning of one or close to
-    one.
+    None if it is not a flag, or one of another parser: it neither begins like ours, nor is the beginning of one or
+    close to one.
     """
     flag = word.partition("=")[0]
     name = flag.lstrip("-").lower().replace("_", "-")

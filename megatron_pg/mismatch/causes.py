@@ -54,7 +54,8 @@ CAUSES = {
     "sampling": Cause(
         "the engine samples from another distribution than it reports",
         "Have the engine report log-probabilities after temperature and truncation (vLLM: logprobs_mode "
-        "processed_logprobs), and compute old_logprobs at that temperature, over the kept tokens (docs/sampling_masks.md).",
+        "processed_logprobs), and compute old_logprobs at that temperature, over the kept tokens "
+        "(docs/sampling_masks.md).",
     ),
     "padding": Cause(
         "padding columns take probability",

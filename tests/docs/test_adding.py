@@ -1,4 +1,5 @@
-"""docs/adding.md, executed: a user's objective, and an objective and an aggregation that are declared while the test runs."""
+"""docs/adding.md, executed: a user's objective, and an objective and an aggregation that are declared while the test
+runs."""
 
 import argparse
 import dataclasses

@@ -1,4 +1,5 @@
-"""What setup.py says of the project: one version, links that lead somewhere outside of the repository too, dated changes."""
+"""What setup.py says of the project: one version, links that lead somewhere outside of the repository too, dated
+changes."""
 
 import re
 import sys

@@ -1,4 +1,5 @@
-"""The pages: their code runs, their commands exist, their flags validate, their links lead somewhere, no message is missing."""
+"""The pages: their code runs, their commands exist, their flags validate, their links lead somewhere, no message is
+missing."""
 
 import ast
 import re
@@ -101,7 +102,8 @@ def test_the_page_of_flags_has_every_flag():
 
 
 def test_the_words_of_the_index_are_kept():
-    """A word in backticks in the last column is not an identifier of the package, but where a host's own names are read."""
+    """A word in backticks in the last column is not an identifier of the package, but where a host's own names are
+    read."""
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     rows = [
         row.split("|") for row in index.partition("## Words")[2].partition("Symbols:")[0].splitlines() if "|" in row

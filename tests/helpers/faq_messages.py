@@ -2,13 +2,13 @@
 
     python tests/helpers/faq_messages.py
 
-brings the page's lists up to date: new messages go into the group that takes those of their room (its comment says so), or into
-a new group that needs an explanation; lines that no code has any more go.
+brings the page's lists up to date: new messages go into the group that takes those of their room (its comment says so),
+or into a new group that needs an explanation; lines that no code has any more go.
 
-A message is what a `raise`, a rule of args.py (`yield "E…", message`), `warnings.warn` or a session's `_say` is written with,
-and what a function that returns messages as `list[str]`, or one that is named so, returns. Its pattern is the constant text
-with … for each value. It is the whole message: a value that is one of several constant texts (a loop over a literal, an entry
-of a table, what a function that returns `str | None` may say) gives a pattern for each of them.
+A message is what a `raise`, a rule of args.py (`yield "E…", message`), `warnings.warn` or a session's `_say` is written
+with, and what a function that returns messages as `list[str]`, or one that is named so, returns. Its pattern is the
+constant text with … for each value. It is the whole message: a value that is one of several constant texts (a loop over
+a literal, an entry of a table, what a function that returns `str | None` may say) gives a pattern for each of them.
 """
 
 import ast

@@ -1,7 +1,8 @@
-"""A small GPT, trained on pages of this repository, and documents that it samples: distributions of a real model on a CPU.
+"""A small GPT, trained on pages of this repository, and documents that it samples: distributions of a real model on a
+CPU.
 
-Everything is plain torch and independent of the package. A model is a function of its parameters, so that a second set of them
-(rounded, or of later steps) gives the other side's logits.
+Everything is plain torch and independent of the package. A model is a function of its parameters, so that a second set
+of them (rounded, or of later steps) gives the other side's logits.
 """
 
 import lzma
@@ -56,7 +57,8 @@ def hidden(
 ) -> Tensor:
     """[B, W, D] the final hidden states of rows [B, W]; `cache` holds keys and values of the tokens before them.
 
-    `drop` is applied to the embedding and to the output of each attention and MLP block, where a trainer has its dropout.
+    `drop` is applied to the embedding and to the output of each attention and MLP block, where a trainer has its
+    dropout.
     """
     norm = lambda x: functional.layer_norm(x, x.shape[-1:])  # noqa: E731
     done = cache[0].shape[3] if cache else 0

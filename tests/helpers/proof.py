@@ -146,7 +146,8 @@ def collected() -> dict[str, dict]:
 
 
 def merged(record: dict, known: dict[str, dict], found: dict[str, dict]) -> dict:
-    """The record with the rows that were found, without those that no test has; what could not run keeps its last figures."""
+    """The record with the rows that were found, without those that no test has; what could not run keeps its last
+    figures."""
     stamp = {"date": str(datetime.date.today()), "machine": machine()}
     rows = {}
     for name, empty in sorted(known.items()):
@@ -222,10 +223,10 @@ HEAD = """# Proof
 
 What the tests marked as proof have shown. `make prove` runs all of them, part after part, and writes this page;
 `make prove PART=kernels` runs one part and replaces its rows. It fails if a row has a failure or no case.
-A row that needs what the machine lacked says so. It keeps the figures of an earlier run if there was one, with their date.
+A row that could not run on the machine says so. It keeps the figures of an earlier run, with their date.
 
-A case is what the row says in brackets, or one random step, layout or input. The relative error is the largest of all cases:
-relative to Σ|w·ℓ| for losses and to the largest entry for gradients. The tolerance is the bound that the tests assert. If a row has
+A case is named in brackets, or is one random step, layout or input. The relative error is the largest of all cases:
+relative to Σ|w·ℓ| for losses and to the largest entry for gradients. The tolerance is the asserted bound. If a row has
 neither, its check is exact or yes-or-no. [aggregation.md](aggregation.md) says what is being proved.
 
 """

@@ -3,9 +3,10 @@
     python tests/helpers/record.py write BEFORE.json
     python tests/helpers/record.py compare BEFORE.json AFTER.json
 
-Losses, gradients and metrics of random steps over layouts (four aggregations and a custom reducer, both contracts), of every
-objective with random corrections, KL and entropy terms, of documents per step, of the kernels and heads in every implementation, of
-real ranks through Megatron's schedules, and the files of short runs of the example: each result is one hash of its bits.
+Losses, gradients and metrics of random steps over layouts (four aggregations and a custom reducer, both contracts), of
+every objective with random corrections, KL and entropy terms, of documents per step, of the kernels and heads in every
+implementation, of real ranks through Megatron's schedules, and the files of short runs of the example: each result is
+one hash of its bits.
 """
 
 import dataclasses
@@ -88,7 +89,8 @@ RUNS = {
     "fused": "--loss-aggregation constant --loss-aggregation-divisor 6 --pg-fused-head forward",
     "recompute": "--loss-aggregation token_mean --pg-fused-head recompute --pg-entropy-coef 0.02 --pg-grad-divisor 4",
     "fp32": "--fp32-lm-head --loss-aggregation prompt_mean --bf16",
-    "documents": "--docs-per-step 100 --docs-per-step-policy at_least --loss-aggregation constant --loss-aggregation-divisor 6",
+    "documents": "--docs-per-step 100 --docs-per-step-policy at_least --loss-aggregation constant "
+    "--loss-aggregation-divisor 6",
     "documents per token": "--docs-per-step 96 --loss-aggregation token_mean --micro-batch-size 8",
 }
 

@@ -5,7 +5,7 @@
     -its text, which occurs once
     +the mistake's
 
-One process imports torch and Megatron, which no mutant changes, and forks for every mutant; the copy is first on its path.
+One process imports torch and Megatron, which no mutant changes, and forks for every mutant.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def _noticed(folder: Path, half: int) -> dict[str, list[str]]:
 
 
 def failures_of(tests: Sequence[str]) -> list[str]:
-    """Types of the errors that the tests end with, up to the first; a test that cannot be collected is an error here."""
+    """Types of the errors of the tests, up to the first; a test that cannot be collected is an error."""
     import pytest
 
     found = []

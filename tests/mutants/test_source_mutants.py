@@ -1,4 +1,4 @@
-"""A mistake in the source fails a test: mistakes chosen without a look at the tests, and those that once slipped through."""
+"""A mistake in the source fails a test: chosen mistakes, and those that were once overlooked."""
 
 import ast
 import re

@@ -13,7 +13,8 @@ REDUCERS = {"user_reducers:turn_mean": None, "user_nothing:f": "E14", "user_pack
 
 
 def refusals(given: Mapping, *, core: tuple[int, ...]) -> list[str]:
-    """The ids of the rules that refuse the combination, sorted, once per offending argument; empty when it is accepted."""
+    """The ids of the rules that refuse the combination, sorted, once per offending argument; empty when it is
+    accepted."""
     rules = (
         _mode,
         _flag,

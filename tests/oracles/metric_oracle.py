@@ -1,7 +1,7 @@
 """Independent oracle of the metrics of a step of the clipped objective: loops over documents and their trained tokens.
 
-A mean is over the documents that have a trained token (and the field that it reads), of the document's mean over its trained
-tokens. Fractions are 0 to 1; log-probabilities, KL and entropy in nats.
+A mean is over the documents that have a trained token (and the field that it reads), of the document's mean over its
+trained tokens. Fractions are 0 to 1; log-probabilities, KL and entropy in nats.
 """
 
 import math

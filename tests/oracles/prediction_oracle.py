@@ -1,8 +1,9 @@
-"""Gradient of a step with multi-token prediction: sample by sample through the model, log-softmax in float64, plain loops.
+"""Gradient of a step with multi-token prediction: sample by sample through the model, log-softmax in float64, plain
+loops.
 
-Written from the definition: depth d of N predicts response token k at d positions before the policy's own prediction of it,
-where the sample has that position; its cross-entropies have the weight λ/(N n_d) each, n_d their number in the step, or λ/N
-times what the aggregation over the tokens of that depth gives.
+Written from the definition: depth d of N predicts response token k at d positions before the policy's own prediction of
+it, where the sample has that position; its cross-entropies have the weight λ/(N n_d) each, n_d their number in the
+step, or λ/N times what the aggregation over the tokens of that depth gives.
 """
 
 from collections import defaultdict

@@ -28,7 +28,8 @@ def row_of(
     a: float,
     e: float,
 ) -> tuple[float, float, np.ndarray]:
-    """Log-probability, entropy, and the gradient [V] of a log π + e H; an empty sampling mask is the whole vocabulary."""
+    """Log-probability, entropy, and the gradient [V] of a log π + e H; an empty sampling mask is the whole
+    vocabulary."""
     everything = list(range(len(logits)))
     own = log_probabilities(logits, list(sampling_mask) or everything, temperature)
     of_entropy = own if kept else log_probabilities(logits, everything, temperature)

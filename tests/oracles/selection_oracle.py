@@ -1,4 +1,5 @@
-"""Independent oracle of the corrections that choose tokens of the whole step: loops over Python numbers, means as fractions.
+"""Independent oracle of the corrections that choose tokens of the whole step: loops over Python numbers, means as
+fractions.
 
     cov_i = (A_i - mean A)(o_i - mean o),  m_i = (o_i - b_i)²,  H_i          of the T trained tokens of the step
 

@@ -1,10 +1,13 @@
-"""Independent oracle of an optimizer step: the losses of `token_oracle` with their weights, over all documents of the step.
+"""Independent oracle of an optimizer step: the losses of `token_oracle` with their weights, over all documents of the
+step.
 
-    L = sum_s lambda_s sum_t w^s_t loss^s_t,    w^s_t = 1 / delta^s of the token's document, where term s trains the token
+    L = sum_s lambda_s sum_t w^s_t loss^s_t,    w^s_t = 1 / delta^s of the token's document, where term s trains the
+    token
 
-The objective is the term `rl` with lambda 1; its tokens also carry the factor kappa gamma of the correction. A document is
-a member of the term that it names, whose tokens are in its mask, and of those that it has a further mask for. Every term
-counts its members alone. With M trained tokens of a rollout or prompt group, N_r rollouts, P prompt groups, T trained tokens:
+The objective is the term `rl` with lambda 1; its tokens also carry the factor kappa gamma of the correction. A document
+is a member of the term that it names, whose tokens are in its mask, and of those that it has a further mask for. Every
+term counts its members alone. With M trained tokens of a rollout or prompt group, N_r rollouts, P prompt groups, T
+trained tokens:
 
     sample_mean: delta = N_r max(M_rollout, 1)      constant:    delta = N_r L
     prompt_mean: delta = P max(M_prompt, 1)         token_mean:  delta = max(T, 1)
@@ -12,7 +15,8 @@ counts its members alone. With M trained tokens of a rollout or prompt group, N_
                  the tests' custom reducer
 
     scheduled    a unit (rollout or prompt group) of a member without a trained token counts
-    live, kept   over the tokens of rl, only units with a trained token count; what the correction rejects is left out under
+    live, kept   over the tokens of rl, only units with a trained token count; what the correction rejects is left out
+    under
                  kept, by the objective alone. Terms over other tokens count as under scheduled.
 
 Trap: a field is read only where a term that reads it trains the token; everything else may be NaN.
@@ -41,7 +45,8 @@ USUAL_BOUNDS = {  # of a correction where Settings leaves a bound out; opsm has 
 
 @dataclass
 class Document:
-    """One sample: R response positions and the logit rows that predict them; fields may be None where nothing reads them.
+    """One sample: R response positions and the logit rows that predict them; fields may be None where nothing reads
+    them.
 
     Args:
         logits: [R, V]; row t predicts targets[t].
@@ -52,7 +57,8 @@ class Document:
         old, advantages, rollout, ref, teacher: [R], log-probabilities in nats.
         topk: [R] the teacher's top-k tokens of each: ids and log-probabilities.
         whole: [R, V], the teacher's logits.
-        sets: [R] the tokens that each could be sampled from, an empty list for all of them; None: all of them everywhere.
+        sets: [R] the tokens that each could be sampled from, an empty list for all of them; None: all of them
+            everywhere.
         keeps_entropy: whether entropies are over those too.
         kept: [R] bool, what a choice of the whole step leaves in the objective; None: everything.
         penalised: [R] bool, tokens of a term of kind PENALTY.
@@ -96,7 +102,8 @@ class Document:
 
 @dataclass
 class Term:
-    """A further loss, as it is asked for. None: the objective's aggregation with its divisor, and the kind's estimator."""
+    """A further loss, as it is asked for. None: the objective's aggregation with its divisor, and the kind's
+    estimator."""
 
     name: str
     kind: str  # ce, opd, kl, entropy, kl_cov, topk_…, full_…

@@ -4,7 +4,8 @@ Every loss gives its value and g, the derivative of the value by the log-probabi
 
     d loss / d z_j = (g (1[j = y] - p_j) + b p_j (log p_j + H)) / tau        b: coefficient of the negative entropy -H
 
-A divergence from a teacher gives its gradient by the logits itself (`divergence_of_row`). `step_oracle` weighs the losses.
+A divergence from a teacher gives its gradient by the logits itself (`divergence_of_row`). `step_oracle` weighs the
+losses.
 """
 
 import inspect
@@ -118,7 +119,8 @@ def loss_of(name: str, tokens: Tokens, numbers: Mapping[str, float]) -> tuple[np
 
 
 def is_dead(ratio, advantage, clip_eps_low: float, clip_eps_high: float):
-    """Beyond a clip bound in the direction of the advantage. Bounds are inclusive: a ratio on one keeps its gradient."""
+    """Beyond a clip bound in the direction of the advantage. Bounds are inclusive: a ratio on one keeps its
+    gradient."""
     return ((advantage > 0) & (ratio > 1 + clip_eps_high)) | ((advantage < 0) & (ratio < 1 - clip_eps_low))
 
 
@@ -175,17 +177,19 @@ def gspo_token(tokens: Tokens, clip_eps_low: float, clip_eps_high: float):
 def sequence_share(coefficients: np.ndarray) -> np.ndarray:
     """What each of a document's N tokens weighs in the gradient of one loss that they share.
 
-    S loss(R), S = sum_t c_t over the document, has d/dl_t = S loss'(R) R / N for every t: the mean of c times g, for all
-    c_t itself is, 0 included.
+    S loss(R), S = sum_t c_t over the document, has d/dl_t = S loss'(R) R / N for every t: the mean of c times g, for
+    all c_t itself is, 0 included.
     """
     return np.full_like(coefficients, coefficients.sum() / len(coefficients))
 
 
 @objective(cispo_cap=(1.0, 4.0))
 def cispo(tokens: Tokens, cispo_cap: float, clip_eps_low: float = 1.0):
-    """-sg[min(max(r, low), cap)] A l, 2506.13585. The cap is absolute. clip_eps_low >= 1: no lower bound, the paper's form.
+    """-sg[min(max(r, low), cap)] A l, 2506.13585. The cap is absolute. clip_eps_low >= 1: no lower bound, the paper's
+    form.
 
-    The clamp of the log-ratio stops the gradient of everything that reads r. So it does here, although r is in a stopped
+    The clamp of the log-ratio stops the gradient of everything that reads r. So it does here, although r is in a
+    stopped
     factor: these are the only tokens that CISPO drops.
     """
     low = max(1 - clip_eps_low, 0.0)
@@ -255,7 +259,8 @@ def reinforce_is(tokens: Tokens):
 
 @objective(dro_beta=(0.01, 2.0))
 def dro(tokens: Tokens, dro_beta: float):
-    """(beta / 2) (d - A / beta)^2 - A^2 / (2 beta) - A l_old, d = l - l_old: 2405.19107's regression, without a ratio."""
+    """(beta / 2) (d - A / beta)^2 - A^2 / (2 beta) - A l_old, d = l - l_old: 2405.19107's regression, without a
+    ratio."""
     beta, d, a = dro_beta, tokens.log_ratio, tokens.advantages
     return beta / 2 * (d - a / beta) ** 2 - a**2 / (2 * beta) - a * tokens.old, beta * (d - a / beta)
 
@@ -322,8 +327,8 @@ def correction(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weight gamma and keep mask kappa of each trained token; neither is differentiated.
 
-    What an indicator zeroes is rejected: that is kappa, also for icepop and mis. tis and seq_tis reject nothing. Bounds are
-    inclusive. Every exponent (token, sum, mean) is clamped to +-MAX_LOG_RATIO.
+    What an indicator zeroes is rejected: that is kappa, also for icepop and mis. tis and seq_tis reject nothing. Bounds
+    are inclusive. Every exponent (token, sum, mean) is clamped to +-MAX_LOG_RATIO.
 
     Raises:
         ValueError: the correction reads rollout log-probabilities, and there are none.

@@ -1,7 +1,7 @@
 """Steps with loss terms: every further loss has its own tokens and denominators, in every layout.
 
-Loss, the gradient of every logit and what every loss term reports equal an independent oracle in float64; and a loss term is
-nothing to the others: neither their denominators nor their weights know whether it is there.
+Loss, the gradient of every logit and what every loss term reports equal an independent oracle in float64; and a loss
+term is nothing to the others: neither their denominators nor their weights know whether it is there.
 """
 
 import dataclasses

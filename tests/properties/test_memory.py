@@ -43,7 +43,8 @@ class LiveTables(TorchDispatchMode):
 
 
 def tables(dtype: torch.dtype, *, entropy: bool) -> tuple[float, float, float]:
-    """Float32 tables in addition to the logits: at most in the forward, kept for the backward, at most in the backward."""
+    """Float32 tables in addition to the logits: at most in the forward, kept for the backward, at most in the
+    backward."""
     fields = {name: -torch.rand(T) for name in ("old_logprobs", "advantages", "weights")}
     logits, targets = torch.randn(T, V, dtype=dtype, requires_grad=True), torch.randint(0, V, (T,))
     clip = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}

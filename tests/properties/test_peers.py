@@ -1,8 +1,9 @@
-"""docs/migrating.md and the last columns of docs/objectives.md, row by row: our flags compared with the other side's formula.
+"""docs/migrating.md and the last columns of docs/objectives.md, row by row: our flags compared with the other side's
+formula.
 
-The formulas are written out in plain float64 torch over padded [B, T] rows, as the other frameworks hold them. Our side goes the
-whole way from flags to the gradient of the logits. What the pages call the same must agree in loss and gradient; what they call
-different must differ by what they say.
+The formulas are written out in plain float64 torch over padded [B, T] rows, as the other frameworks hold them. Our side
+goes the whole way from flags to the gradient of the logits. What the pages call the same must agree in loss and
+gradient; what they call different must differ by what they say.
 """
 
 import dataclasses
@@ -33,7 +34,8 @@ LIMIT = 1e-12
 
 @dataclasses.dataclass
 class Batch:
-    """[B, T] of one step, right-padded. Each row has one prompt token, and one advantage for all its response tokens."""
+    """[B, T] of one step, right-padded. Each row has one prompt token, and one advantage for all its response
+    tokens."""
 
     logits: Tensor  # [B, T, V], a leaf
     tokens: Tensor  # int64
@@ -417,7 +419,8 @@ SAME = [
         (
             f"`dppo_{name}`",
             "verl",
-            f"--pg-objective dppo_{name} --pg-dppo-delta-low {size} --pg-dppo-delta-high {size} --pg-dual-clip 1.3 {TOKENS}",
+            f"--pg-objective dppo_{name} --pg-dppo-delta-low {size} --pg-dppo-delta-high {size} --pg-dual-clip 1.3 "
+            f"{TOKENS}",
             lambda b, n=name, s=size: of_tokens(b, dppo(n, s, s, 1.3)(b)),
         )
         for name, size in (("tv", 0.05), ("kl", 0.02))

@@ -1,4 +1,5 @@
-"""Steps whose samples say what could be sampled: loss, terms and gradients in every layout, against logits of -inf in float64."""
+"""Steps whose samples say what could be sampled: loss, terms and gradients in every layout, against logits of -inf in
+float64."""
 
 import random
 

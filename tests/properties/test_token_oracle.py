@@ -13,7 +13,8 @@ from megatron_pg.declarations.loss_terms import KINDS
 
 
 def test_everything_that_is_declared_has_an_oracle():
-    """A new objective needs a function in tests/oracles/token_oracle.py, and ranges from which its numbers are drawn."""
+    """A new objective needs a function in tests/oracles/token_oracle.py, and ranges from which its numbers are
+    drawn."""
     declared = objectives.OBJECTIVES
     assert declared.keys() - OBJECTIVES.keys() == set()
     numbers = {number.name for declaration in declared.values() for number in declaration.numbers}

@@ -1,4 +1,5 @@
-"""`--docs-per-step` through pretrain(): killed and resumed, or replayed, a run is the run that nothing happened to, bit for bit."""
+"""`--docs-per-step` through pretrain(): killed and resumed, or replayed, a run is the run that nothing happened to,
+bit for bit."""
 
 import random
 import subprocess

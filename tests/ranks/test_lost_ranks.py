@@ -1,4 +1,5 @@
-"""A rank that is killed, stopped or fails in the middle of a job: a named error on the others, whole lines on the disk."""
+"""A rank that is killed, stopped or fails in the middle of a job: a named error on the others, whole lines on the
+disk."""
 
 import json
 import re

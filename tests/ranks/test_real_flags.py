@@ -1,4 +1,5 @@
-"""Megatron's flags of real launch scripts, through the example: those that may change no number, and those of the model."""
+"""Megatron's flags of real launch scripts, through the example: those that may change no number, and those of the
+model."""
 
 import json
 import random
@@ -139,7 +140,8 @@ def codes(run: Path) -> set[int]:
 
 
 @pytest.mark.proof(
-    "Flags of real scripts: recompute, overlap, offload and dispatchers leave loss and gradient norm of three steps as they are"
+    "Flags of real scripts: recompute, overlap, offload and dispatchers leave loss and gradient norm of three steps as "
+    "they are"
 )
 def test_flags_of_memory_and_speed_change_no_number(runs, full, evidence):
     for flags, (base, limit) in same_of(full).items():

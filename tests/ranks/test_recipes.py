@@ -1,4 +1,5 @@
-"""The drop-in recipes of docs/recipes.md, run: into a plain pretrain script, into train_rl.py, and reducers both ways."""
+"""The drop-in recipes of docs/recipes.md, run: into a plain pretrain script, into train_rl.py, and reducers both
+ways."""
 
 import difflib
 import importlib

@@ -1,4 +1,5 @@
-"""The example is deterministic, and a resumed run is the run that was not stopped: weights, metrics and samples, bit for bit."""
+"""The example is deterministic, and a resumed run is the run that was not stopped: weights, metrics and samples, bit
+for bit."""
 
 import shutil
 import subprocess

@@ -1,4 +1,5 @@
-"""Validation as a whole: what arrives at once, what is said, what a second validation and a late change do; the parser."""
+"""Validation as a whole: what arrives at once, what is said, what a second validation and a late change do; the
+parser."""
 
 import argparse
 import copy
@@ -44,7 +45,8 @@ def test_the_helper_has_every_attribute_that_the_rules_read():
     assert set(RULE_ARGUMENTS) <= vars(arguments()).keys()
 
 
-# Every combination of mode (-: not given), per-token flag, divisor (16.0) and reducer: the rules that refuse it, or what it becomes.
+# Every combination of mode (-: not given), per-token flag, divisor (16.0) and reducer: the rules that refuse it, or
+# what it becomes.
 COMBINATIONS = """
 -            off  -  -        -> sample_mean  off
 -            off  L  -        -> E9
@@ -157,8 +159,8 @@ def test_a_yaml_file_that_lacks_one_argument_is_told_which():
     assert refused(args) == [
         (
             "E1",
-            "megatron_pg arguments are missing (--yaml-cfg replaces the parsed namespace): set pg_temperature in the YAML "
-            "file",
+            "megatron_pg arguments are missing (--yaml-cfg replaces the parsed namespace): set pg_temperature in the "
+            "YAML file",
         )
     ]
     args.pg_temperature = 1.0
@@ -289,7 +291,10 @@ def warned(rule: str, case: str, overrides: dict[str, object], *texts: str):
     return pytest.param(overrides, list(texts), id=f"{rule} {case}")
 
 
-FP16 = "--fp16: with --num-experts gradients are sums over all positions of the step until finalize; the loss scale must absorb it"
+FP16 = (
+    "--fp16: with --num-experts gradients are sums over all positions of the step until finalize; the loss scale "
+    "must absorb it"
+)
 FLOAT32 = (
     "{} has no effect here: without --bf16 and --fp16, hidden states, weights, logits and their gradients are float32"
 )
@@ -494,9 +499,9 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
 
 def test_the_flags_parse_as_documented():
     words = (
-        "--loss-aggregation constant --loss-aggregation-divisor 4096 --custom-pg-loss-reducer-function-path my_rl.turns:f "
-        "--pg-clip-eps-low 0.1 --pg-clip-eps-high 0.28 --pg-temperature 0.6 --pg-metrics with_entropy --pg-kernel triton "
-        "--docs-per-step 256 --docs-per-step-policy at_least --docs-per-step-end stop"
+        "--loss-aggregation constant --loss-aggregation-divisor 4096 --custom-pg-loss-reducer-function-path "
+        "my_rl.turns:f --pg-clip-eps-low 0.1 --pg-clip-eps-high 0.28 --pg-temperature 0.6 --pg-metrics with_entropy "
+        "--pg-kernel triton --docs-per-step 256 --docs-per-step-policy at_least --docs-per-step-end stop"
     )
     assert vars(parse(*words.split())) == vars(parse()) | {
         "loss_aggregation": "constant",
@@ -557,7 +562,7 @@ def test_the_help_names_every_flag():
     [
         (pg("gspo") | mode("token_mean", calculate_per_token_loss=True), "token_mean has other weights"),
         (pg("gmpo") | mode("token_mean", calculate_per_token_loss=True), "token_mean has other weights"),
-        (pg("gspo", clip_eps_high=0.2), "an eps of 0.2 hardly ever reaches (the paper: 3e-4 and 4e-4)"),
+        (pg("gspo", clip_eps_high=0.2), "an eps of 0.2 almost never reaches (the paper: 3e-4 and 4e-4)"),
         ({"pg_kl_coef": 0.1, "pg_kl_estimator": "k1"}, "--pg-kl-estimator k1: its expected gradient is 0"),
         ({"pg_kl_coef": 0.1, "pg_kl_estimator": "k3"}, "--pg-kl-estimator k3: its gradient is that of KL(π_ref‖π)"),
     ],

@@ -27,7 +27,8 @@ def test_a_started_process_imports_the_copy_that_the_tests_import(tmp_path):
 
 
 def test_no_test_starts_a_process_on_the_repository_whatever_it_imports_itself():
-    """A working folder or a path of PYTHONPATH: those of the imported package are `processes.PACKAGE` and `environment()`."""
+    """A working folder or a path of PYTHONPATH: those of the imported package are `processes.PACKAGE` and
+    `environment()`."""
     sources = {path: path.read_text(encoding="utf-8") for path in processes.TESTS.rglob("*.py")}
     found = re.compile(r"cwd=(processes\.)?ROOT\b|\"PYTHONPATH\": str\((processes\.)?ROOT\)")
     assert [path.name for path, text in sources.items() if found.search(text)] == []

@@ -1,7 +1,7 @@
 """Rollouts of a small GPT with a known fault between trainer and engine, at three strengths; and clean ones.
 
-Both sides are computed from logits: the engine's are those that drew the tokens, the trainer's have the fault. What is drawn
-is drawn from the engine's distribution, as in reality. The package is not used.
+Both sides are computed from logits: the engine's are those that drew the tokens, the trainer's have the fault. What is
+drawn is drawn from the engine's distribution, as in reality. The package is not used.
 """
 
 import random

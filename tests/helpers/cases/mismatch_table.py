@@ -1,7 +1,9 @@
-"""What `megatron-pg mismatch` makes of known faults: `python tests/helpers/cases/mismatch_table.py` prints the tables of docs/mismatch.md.
+"""What `megatron-pg mismatch` makes of known faults: `python tests/helpers/cases/mismatch_table.py` prints the tables
+of docs/mismatch.md.
 
 Every world has a sharpness, a noise level and its own number of documents; 48 faults (each cause four times) at three
-strengths, 40 pairs of strong faults and 40 sets of rollouts without a fault. Pairs with a wrong vocabulary take it at medium
+strengths, 40 pairs of strong faults and 40 sets of rollouts without a fault. Pairs with a wrong vocabulary take it at
+medium
 strength: where all tokens are others, nothing else can be seen.
 """
 
@@ -46,7 +48,8 @@ def gap_of_drawn(drawn: Drawn) -> Gap:
 
 
 def cases(repeats: int) -> Iterator[tuple[str, dict[str, str]]]:
-    """Kind and faults of every case: `repeats` of each cause and strength, ten times as many pairs, and as many without a fault."""
+    """Kind and faults of every case: `repeats` of each cause and strength, ten times as many pairs, and as many
+    without a fault."""
     for strength in STRENGTHS:
         yield from ((strength, {cause: strength}) for _ in range(repeats) for cause in SEEDED)
     pairs = list(itertools.combinations(SEEDED, 2))

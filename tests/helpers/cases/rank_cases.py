@@ -1,4 +1,5 @@
-"""What is run on real ranks by `ranks.py`: layouts with options, documents, and faults with the message that they end in."""
+"""What is run on real ranks by `ranks.py`: layouts with options, documents, and faults with the message that they end
+in."""
 
 import re
 from itertools import product
@@ -8,9 +9,9 @@ from processes import gradients, report, worst_difference
 MODES = ["sample_mean", "prompt_mean", "token_mean", "constant"]
 LIMIT = 2e-6
 # t: packed rows, s: sequence parallel, v: two virtual stages, tied: embeddings shared with the head, dist: distributed
-# optimizer, overlap: overlapped gradient reduction, fp32: float32 logits, fused, scaled_exp and recompute: the fused head, experts: a
-# mixture of experts, ep: distributed over data-parallel ranks, uneven: all samples on one data-parallel rank, hybrid: a
-# HybridModel of the GPTModel's layers.
+# optimizer, overlap: overlapped gradient reduction, fp32: float32 logits, fused, scaled_exp and recompute: the fused
+# head, experts: a mixture of experts, ep: distributed over data-parallel ranks, uneven: all samples on one
+# data-parallel rank, hybrid: a HybridModel of the GPTModel's layers.
 FAST = [
     *(f"{layout}-{mode}" for layout in ("dp2", "cp2") for mode in MODES),
     *("tp2-constant", "tp2-token_mean", "tp2s-sample_mean", "tp2s-token_mean-tied"),
@@ -133,8 +134,8 @@ REFERENCES = [
     f"dp1-{mode}{option}" for mode in MODES for option in ("", "-tied", "-gspo", "-experts", "-terms", "-klcov")
 ]
 ALIKE = REFERENCES[::7]  # every mode and every option once
-# mtp and mtp2: one and two depths of multi-token prediction, own: with the weights of the aggregation. A reference in one
-# process for each, which is compared with loops over the samples.
+# mtp and mtp2: one and two depths of multi-token prediction, own: with the weights of the aggregation. A reference in
+# one process for each, which is compared with loops over the samples.
 MTP = [
     *("dp2-token_mean-mtp", "dp2-sample_mean-mtp2", "dp2-token_mean-mtp-uneven", "dp2t-prompt_mean-mtp-own"),
     *("dp2-constant-mtp-fused-dist-overlap", "dp2-sample_mean-mtp2-own"),
@@ -207,7 +208,8 @@ REFERENCES += [*(f"dp1-{mode}-whole" for mode in MODES), "dp1-constant-tied-whol
 # sampling mask: samples say what could be sampled
 REFERENCES += [f"dp1-{mode}-kept" for mode in MODES]
 REFERENCES += ["dp1-sample_mean-experts-replay", "dp1-token_mean-experts-replay", "dp1-sample_mean-experts-choice"]
-# dynamic: every micro-batch is cut over its own ranks; rope: with rotary embeddings, which Megatron's layers slice themselves.
+# dynamic: every micro-batch is cut over its own ranks; rope: with rotary embeddings, which Megatron's layers slice
+# themselves.
 DYNAMIC = ["dp2t-sample_mean-rope-dynamic", "cp2t-token_mean-rope-dynamic"]
 DYNAMIC_DOCUMENTS = ["dp2t-constant-rope-dynamic-docs", "cp2t-prompt_mean-rope-dynamic-docs"]
 DYNAMIC_FULL = [
@@ -338,18 +340,28 @@ FAULTS = {
     "pp2-constant-columns": "--pg-vocab-size 17 is more than the 16 columns of the model's logits",
     "pp2-constant-fused-bias": "the output layer has a bias, which the float32 head would leave out",
     "pp2-constant-fp32-bias": "the output layer has a bias, which the float32 head would leave out",
-    "pp2-constant-fused-telayer": "need Megatron's ColumnParallelLinear as the output layer, and it is rank_faults.TELayer",
-    "pp2-constant-fused-softcap": "--pg-fused-head computes the product of the output layer and nothing else, and rank_faults.Capped has",
-    "pp2-constant-fused-scaled": "ScheduleError: --pg-fused-head takes the hidden states of the output layer, and the model changes",
-    "tp2-constant-fused-scaled": "ScheduleError: --pg-fused-head takes the hidden states of the output layer, and the model changes",
-    "dp2-constant-mtp-fused-scaled": "ScheduleError: --pg-fused-head takes the hidden states of the output layer, and the model changes",
-    "pp2-constant-fp32-bypassed": "ScheduleError: --fp32-lm-head and --pg-fused-head replace the product of the output layer, and the model",
-    "dp2-constant-mtp-fp32-bypassed": "ScheduleError: --fp32-lm-head and --pg-fused-head replace the product of the output layer, and",
+    "pp2-constant-fused-telayer": "need Megatron's ColumnParallelLinear as the output "
+    "layer, and it is rank_faults.TELayer",
+    "pp2-constant-fused-softcap": "--pg-fused-head computes the product of the output layer "
+    "and nothing else, and rank_faults.Capped has",
+    "pp2-constant-fused-scaled": "ScheduleError: --pg-fused-head takes the hidden states of "
+    "the output layer, and the model changes",
+    "tp2-constant-fused-scaled": "ScheduleError: --pg-fused-head takes the hidden states of "
+    "the output layer, and the model changes",
+    "dp2-constant-mtp-fused-scaled": "ScheduleError: --pg-fused-head takes the hidden states of "
+    "the output layer, and the model changes",
+    "pp2-constant-fp32-bypassed": "ScheduleError: --fp32-lm-head and --pg-fused-head replace the "
+    "product of the output layer, and the model",
+    "dp2-constant-mtp-fp32-bypassed": "ScheduleError: --fp32-lm-head and --pg-fused-head "
+    "replace the product of the output layer, and",
     "dp2t-constant-state": "the rows are packed (thd) and the model has MambaMixer layers, whose state must be reset",
     "pp2-token_mean-shape": "pipeline stages exchange (",
     "dp2-token_mean-flag": "built with calculate_per_token_loss=True, the arguments say False",
-    "dp2-sample_mean-nanold": "non-finite loss at rank 1, sample 1 (number 0 of its micro-batch), response token 0 with old_logprobs nan",
-    "dp2-token_mean-nanadvantage": "non-finite loss at rank 1, sample 1 (number 0 of its micro-batch), response token 0 with old_logprobs -",
+    "dp2-sample_mean-nanold": "non-finite loss at rank 1, sample 1 (number 0 of its "
+    "micro-batch), response token 0 with "
+    "old_logprobs nan",
+    "dp2-token_mean-nanadvantage": "non-finite loss at rank 1, sample 1 (number 0 of its "
+    "micro-batch), response token 0 with old_logprobs -",
     "tp2-constant-nanold": "ScheduleError: step plan differs between ranks 0 and 1",
     "dp2-constant-buildold": "rank 1: old_logprobs of sample 1 is nan at response token 0",
     "dp2-constant-buildadvantage": "rank 1: advantages of sample 1 is inf at response token 0",
@@ -368,8 +380,10 @@ FAULTS = {
     "dp2-constant-topkempty": "rank 1: teacher_topk of sample 1 has no id at response token",
     "tp2-constant-topkbeyond": "contains token id 16 at response token",
     "dp2-constant-whole-wholeabsent": "rank 1: sample 1 has no teacher_hidden, which --pg-term wide:full_jsd needs",
-    "dp2-constant-whole-wholewidth": "rank 1: teacher_hidden of sample 1 have width 5, and the rows of --pg-teacher-head have 6",
-    "dp2-constant-whole-wholenan": "rank 1: teacher_hidden of sample 1 contain a number that is not finite at response token",
+    "dp2-constant-whole-wholewidth": "rank 1: teacher_hidden of sample 1 have width 5, and "
+    "the rows of --pg-teacher-head have 6",
+    "dp2-constant-whole-wholenan": "rank 1: teacher_hidden of sample 1 contain a number "
+    "that is not finite at response token",
     "tp2-constant-whole-wholeother": "ScheduleError: step plan differs between ranks 0 and 1",
     "pp2-constant-whole-wholecolumns": "--pg-teacher-head has 15 rows and the student 16 columns",
     "dp2-constant-keptnowhere": "data-parallel rank 0 has samples with a sampling mask and rank 1 has none",
@@ -379,7 +393,8 @@ FAULTS = {
     "dp2-constant-keptbeyond": "rank 1: sampling_mask of sample 1 holds token id 16 at response token",
     "dp2-constant-keptwhole": "rank 1: old_logprobs of sample 1 is -",
     "tp2-constant-keptother": "ScheduleError: step plan differs between ranks 0 and 1",
-    "dp2-constant-kepttaught": "--pg-term teacher:ce reads log-probabilities over the whole vocabulary at response token",
+    "dp2-constant-kepttaught": "--pg-term teacher:ce reads log-probabilities over "
+    "the whole vocabulary at response token",
     "pp2-token_mean-norollout": "has no rollout_logprobs, which --pg-correction tis needs",
     "dp2-constant-huge": "rank 1: advantages of sample 1 is 1e+200 at response token",
     "dp2-constant-dict": "rank 1: the data iterator gave a dict, not a PackedBatch",
@@ -389,7 +404,8 @@ FAULTS = {
     "dp2t-constant-docs-masked": "the step has no trained token. Leave fully masked samples out",
     "dp2t-constant-docs-toolong": "rank 1: document a long one has 73 tokens and a micro-batch holds 12",
     "tp2t-constant-docs-unequal": "ScheduleError: step plan differs between ranks 0 and 1",
-    "dp2t-prompt_mean-docs-divided": "has samples on data-parallel ranks 0 and 1, so --docs-per-step could split it between steps",
+    "dp2t-prompt_mean-docs-divided": "has samples on data-parallel ranks 0 and 1, so "
+    "--docs-per-step could split it between steps",
     "pp2-token_mean-docs-detached": "call PolicyGradientStep.attach",
     "dp2-token_mean-docs-short": "EndOfDocuments: the documents have ended: 0 were trained, ",
 }
@@ -456,7 +472,8 @@ def parts_of(cases: list[str]) -> list[str]:
 
 
 def compare_balanced(folder, parts, cases: list[str]) -> float:
-    """Worst error of the router's gradients against their mean over the micro-batches, by positions under the per-token contract."""
+    """Worst error of the router's gradients against their mean over the micro-batches, by positions under the
+    per-token contract."""
     worst = {}
     for case in cases:
         alone = parts_of([case])

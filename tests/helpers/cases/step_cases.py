@@ -5,7 +5,8 @@
     selection   corrections that choose tokens of the whole step, with ties and twins
     masked      an objective's case whose samples say what could be sampled
 
-`term_cases` draws steps with further loss terms. `record.py` draws plain and objective cases, so their order of draws stays.
+`term_cases` draws steps with further loss terms. `record.py` draws plain and objective cases, so their order of draws
+stays.
 """
 
 import itertools
@@ -407,7 +408,8 @@ def _cancellation(case: StepCase) -> float:
 
 
 def poisoned_logits(samples: Sequence[Sample], rng: random.Random, dtype=torch.float64, silent=None) -> list[Tensor]:
-    """[n, V] per sample; NaN and inf at its `silent` positions, by default those whose logits predict no trained token."""
+    """[n, V] per sample; NaN and inf at its `silent` positions, by default those whose logits predict no trained
+    token."""
     generator = torch.Generator().manual_seed(rng.getrandbits(60))
     tables = []
     for sample in samples:
@@ -530,7 +532,8 @@ def random_selection_case(rng: random.Random, name: str, objective: str) -> Step
 def with_keys(samples: Sequence[Sample], rng: random.Random) -> tuple[list[Sample], int]:
     """The samples with fields that keys are made of, and then up to two twins of one of them: its name, other numbers.
 
-    The fields have few values in most steps, so that choices end among equals. The second result is the twins' original.
+    The fields have few values in most steps, so that choices end among equals. The second result is the twins'
+    original.
     """
     is_coarse, twin = rng.random() < 0.7, rng.randrange(len(samples))
     found = [with_fields(sample, rng, is_coarse=is_coarse) for sample in samples]
@@ -575,7 +578,8 @@ def random_masked_case(rng: random.Random, objective: str) -> StepCase:
 
 
 def _with_sets(sample: Sample, rng: random.Random) -> Sample:
-    """The sample with a set for each token: itself alone, several, the whole vocabulary, none; garbage where it is masked."""
+    """The sample with a set for each token: itself alone, several, the whole vocabulary, none; garbage where it is
+    masked."""
     tokens, trained = sample.tokens[-sample.response_length :].tolist(), sample.loss_mask.tolist()
     sets = [random_set(rng, token)[0] if live else [99, 99, -7] for token, live in zip(tokens, trained, strict=True)]
     return with_certain_tokens(replace(sample, sampling_mask=PAYLOADS["sampling_mask"].of(sets, sample.sample_id)))

@@ -1,7 +1,8 @@
 """Random steps with further loss terms, from flags to samples, as cases of `step_cases`.
 
-A step may lack the tokens of any term, a sample may have tokens of several, and the samples of a rollout may be of different
-terms. What no live term reads is NaN or absent: fields at other tokens, logits of other rows, fields of samples.
+A step may lack the tokens of any term, a sample may have tokens of several, and the samples of a rollout may be of
+different terms. What no live term reads is NaN or absent: fields at other tokens, logits of other rows, fields of
+samples.
 """
 
 import math
@@ -296,7 +297,8 @@ def random_field(rng: random.Random, asked: Settings, sample: Sample, name: str)
 
 
 def random_topk(rng: random.Random, asked: Settings, sample: Sample) -> TokenSets | None:
-    """Where it is read some of the vocabulary, from one token to all; elsewhere nothing, or values that must not be read."""
+    """Where it is read some of the vocabulary, from one token to all; elsewhere nothing, or values that must not be
+    read."""
     read = rows_that_read(asked, sample, "teacher_topk")
     if read is None and rng.random() < 0.6:
         return None
@@ -316,7 +318,8 @@ def random_topk(rng: random.Random, asked: Settings, sample: Sample) -> TokenSet
 
 
 def random_teacher(rng: random.Random, count: int) -> tuple[list[int], list[float]]:
-    """Ids and their log-probabilities: the top ones, or any; of a teacher that may give the others a probability of 0."""
+    """Ids and their log-probabilities: the top ones, or any; of a teacher that may give the others a probability of
+    0."""
     logits = [rng.gauss(0, 1.5) for _ in range(VOCABULARY)]
     by_size = sorted(range(VOCABULARY), key=logits.__getitem__, reverse=True)
     named = by_size[:count] if rng.random() < 0.7 else rng.sample(by_size, count)
@@ -327,7 +330,8 @@ def random_teacher(rng: random.Random, count: int) -> tuple[list[int], list[floa
 
 
 def random_hidden(rng: random.Random, asked: Settings, sample: Sample) -> Tensor | None:
-    """Where it is read logits of a teacher, some of them so far that a probability is 0; elsewhere nothing, or poison."""
+    """Where it is read logits of a teacher, some of them so far that a probability is 0; elsewhere nothing, or
+    poison."""
     if not any(term.kind in FULL for term in asked.terms):
         return None
     if rows_that_read(asked, sample, "teacher_hidden") is None and rng.random() < 0.6:
@@ -392,7 +396,8 @@ WHOLE = ("ce", "opd")  # kinds that are over the whole vocabulary
 
 
 def random_masked_case(rng: random.Random) -> StepCase:
-    """KL and entropy terms on any tokens, together with terms over the whole vocabulary; one of three has no objective."""
+    """KL and entropy terms on any tokens, together with terms over the whole vocabulary; one of three has no
+    objective."""
     keeps_entropy = rng.random() < 0.5
     given = {"terms": _masked_terms(rng), "tail_floor": USUAL_FLOOR, "keeps_entropy": keeps_entropy}
     if rng.random() < 0.3:
@@ -418,7 +423,8 @@ def _masked_terms(rng: random.Random) -> tuple[Term, ...]:
 
 
 def _with_sets(asked: Settings, sample: Sample, rng: random.Random, keeps_entropy: bool) -> Sample:
-    """The sample with sets that hold its token where a term reads them, none where one reads the whole vocabulary, else any."""
+    """The sample with sets that hold its token where a term reads them, none where one reads the whole vocabulary,
+    else any."""
     if sample.term != "rl" and rng.random() < 0.3:
         return sample
     pairs = [("kl", "rl")] if asked.has_policy else []

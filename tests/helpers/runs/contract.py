@@ -3,7 +3,8 @@
     python tests/contract.py CASES
 
 runs on the megatron-core that is importable and prints the figures as JSON. The schedule's part is Megatron's real
-`forward_step_calc_loss`; DDP's factor (1/(D·C) with the flag off; FSDP2's with the flag on too) and finalize's division by Σn are applied here.
+`forward_step_calc_loss`; DDP's factor (1/(D·C) with the flag off; FSDP2's with the flag on too) and finalize's division
+by Σn are applied here.
 """
 
 import json
@@ -49,7 +50,8 @@ class Cut:
 
 
 def gradient(cut: Cut, returned, *, per_token: bool, averages: bool = False) -> tuple[Tensor, Tensor]:
-    """Gradient after schedule, wrapper and finalize, and the summed reports; `returned(S, n)` is the loss function's tuple."""
+    """Gradient after schedule, wrapper and finalize, and the summed reports; `returned(S, n)` is the loss function's
+    tuple."""
     parameters = torch.linspace(0.5, 1.5, SIZE, dtype=torch.float64, requires_grad=True)
     config = SimpleNamespace(
         timers=None, calculate_per_token_loss=per_token, num_moe_experts=None, mtp_num_layers=None, grad_scale_func=None
@@ -105,7 +107,8 @@ def is_exact(cut: Cut, returned, *, per_token: bool) -> bool:
 
 
 def wrong_pairs(cut: Cut) -> list[bool]:
-    """Whether the two refused combinations happen to be exact for this cut: a 3-tuple without the flag, a 2-tuple with it."""
+    """Whether the two refused combinations happen to be exact for this cut: a 3-tuple without the flag, a 2-tuple with
+    it."""
     report = {"pg_loss": torch.ones(2, dtype=torch.float64)}
     total = cut.microbatches * cut.data * cut.context
     return [
@@ -115,7 +118,8 @@ def wrong_pairs(cut: Cut) -> list[bool]:
 
 
 def check(cases: int, seed: int = 5) -> dict[str, object]:
-    """Figures over random cuts, each under both contracts, with every forward counted as 1 and by its positions, and averaged."""
+    """Figures over random cuts, each under both contracts, with every forward counted as 1 and by its positions, and
+    averaged."""
     rng = random.Random(seed)
     worst, exact_by_luck = 0.0, [0, 0]
     for _ in range(cases):

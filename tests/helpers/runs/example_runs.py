@@ -62,7 +62,8 @@ def saved_step(run: Path) -> int:
 
 
 def state(run: Path, step: int) -> dict[str, str]:
-    """sha256 of every tensor in a checkpoint: weights, optimizer and random states; read from the archive, not unpickled."""
+    """sha256 of every tensor in a checkpoint: weights, optimizer and random states; read from the archive, not
+    unpickled."""
     found = {}
     for path in sorted((run / "saved" / f"iter_{step:07d}").rglob("*.pt")):
         with zipfile.ZipFile(path) as archive:

@@ -1,4 +1,5 @@
-"""Which launches a computation makes: every kernel of ours by name, and every torch operation that is not a view, no empty tensor and no number."""
+"""Which launches a computation makes: every kernel of ours by name, and every torch operation that is not a view, no
+empty tensor and no number."""
 
 import contextlib
 from collections import Counter

@@ -27,14 +27,16 @@ FOLDERS = (
     "ranks/programs",
     "hosts/programs",
 )
-# The folder that the tests import the package from: a copy of it may be on PYTHONPATH, and what they start tests the same one.
+# The folder that the tests import the package from: a copy of it may be on PYTHONPATH, and what they start tests the
+# same one.
 PACKAGE = Path(importlib.util.find_spec("megatron_pg").origin).parents[1]
 ENVIRONMENT = dict(os.environ)  # before any test changes it: other threads launch during the tests
 HANG = 1800.0  # seconds after which a process is given up; no test is about time, and a loaded machine is slow
 
 
 def environment(*first: Path) -> dict[str, str]:
-    """The environment that the tests were started with, with the package, the tests and the examples importable, and `first` before all."""
+    """The environment that the tests were started with, with the package, the tests and the examples importable, and
+    `first` before all."""
     paths = [
         *map(str, first),
         *(str(TESTS / folder) for folder in FOLDERS),
@@ -87,7 +89,8 @@ def run(command: Sequence[str], env: Mapping[str, str], *, check: bool = True) -
 
 
 def compiled_by(script: str, *words: str, first: Sequence[Path] = (), **variables: str) -> list[dict]:
-    """What a script prints, a JSON object per line, in its own process: whether kernels are compiled is chosen when they are imported."""
+    """What a script prints, a JSON object per line, in its own process: whether kernels are compiled is chosen when
+    they are imported."""
     command = [sys.executable, script, *words]
     env = environment(*first) | {"TRITON_INTERPRET": "0"} | variables
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=env, check=False)
@@ -96,7 +99,8 @@ def compiled_by(script: str, *words: str, first: Sequence[Path] = (), **variable
 
 
 def with_warm_python(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment with an interpreter, PYTHON, that has imported torch and Megatron; torch's launcher takes PYTHON_EXEC."""
+    """The environment with an interpreter, PYTHON, that has imported torch and Megatron; torch's launcher takes
+    PYTHON_EXEC."""
     python = warm.python(env)
     return {**env, "PYTHON": python, "PYTHON_EXEC": python}
 
@@ -150,7 +154,8 @@ def gradients(folder: Path, case: str) -> dict[str, list[np.ndarray]]:
 
 
 def worst_difference(found: dict[str, list[np.ndarray]], expected: dict[str, list[np.ndarray]]) -> float:
-    """Largest difference over the largest expected entry, over every copy that a rank holds; inf for what is missing or NaN."""
+    """Largest difference over the largest expected entry, over every copy that a rank holds; inf for what is missing
+    or NaN."""
     if found.keys() != expected.keys():
         return float("inf")
     scale = max(np.abs(copies[0]).max() for copies in expected.values())

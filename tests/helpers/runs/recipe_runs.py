@@ -68,7 +68,8 @@ def errors_in_their_trainer(found: dict) -> list[float]:
 
 
 def errors_in_ours(found: dict) -> list[float]:
-    """Of a reducer of their form in our flag; it asks Megatron for no context parallelism, and is told where it fails."""
+    """Of a reducer of their form in our flag; it asks Megatron for no context parallelism, and is told where it
+    fails."""
     errors = list(found["theirs in ours"].values())
     assert len(errors) == 2
     assert max(errors) < LIMIT

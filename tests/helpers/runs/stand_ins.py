@@ -1,4 +1,5 @@
-"""Empty modules for packages that a recipe's code imports but doesn't need, so that no run depends on what is installed."""
+"""Empty modules for packages that a recipe's code imports but doesn't need, so that no run depends on what is
+installed."""
 
 import sys
 from importlib.machinery import ModuleSpec

@@ -1,8 +1,9 @@
 """A Python that has imported torch and Megatron already: it forks for every process that a launch starts.
 
-`python()` is an executable for launches. It takes `-m module …` or `script.py …` as an interpreter does. A server, which
-the first call starts, forks a process with the caller's arguments, environment, folder and files; the executable waits for
-it, passes signals on and ends as it does. In an environment that imports anything else it is the plain interpreter.
+`python()` is an executable for launches. It takes `-m module …` or `script.py …` as an interpreter does. A server,
+which the first call starts, forks a process with the caller's arguments, environment, folder and files; the executable
+waits for it, passes signals on and ends as it does. In an environment that imports anything else it is the plain
+interpreter.
 """
 
 import array

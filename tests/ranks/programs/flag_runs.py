@@ -1,9 +1,10 @@
-"""examples/train_grpo.py once per case, each with its own flags; the ranks are forked, because importing is what takes long.
+"""examples/train_grpo.py once per case, each with its own flags; the ranks are forked, because importing is what takes
+long.
 
     CASES='{"name": [ranks, "--flag", …], …}'
 
-It is started by the example's launch script on one process. Each case leaves the example's files in a folder of its name under
-RUN_DIR, the output of its ranks, and their exit codes in `exit_codes`.
+It is started by the example's launch script on one process. Each case leaves the example's files in a folder of its
+name under RUN_DIR, the output of its ranks, and their exit codes in `exit_codes`.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""Ranks that a script forks, as a launcher would start them but without its seconds of importing: what they need of one."""
+"""Ranks that a script forks, as a launcher would start them but without its seconds of importing: what they need of
+one."""
 
 import json
 import os
@@ -9,7 +10,8 @@ import torch
 
 
 def begin_stores(count: int) -> list[int]:
-    """Ports of stores over which the ranks of a case find each other. A launcher has it in a process that outlives them."""
+    """Ports of stores over which the ranks of a case find each other. A launcher has it in a process that outlives
+    them."""
     (mine, its), (ports_of, gives_ports) = os.pipe(), os.pipe()
     if os.fork() == 0:
         os.close(its)

@@ -56,7 +56,8 @@ def wrap_fsdp(config: Any, options: frozenset[str], model: Any) -> Any:
 
 
 def whole_gradients(wrapped: Any) -> dict[str, torch.Tensor]:
-    """Every parameter's gradient after finalize, by its name in the model, as far as tensor parallelism leaves it whole."""
+    """Every parameter's gradient after finalize, by its name in the model, as far as tensor parallelism leaves it
+    whole."""
     if isinstance(wrapped, torch_fsdp.TorchFullyShardedDataParallel):
         named = wrapped.module.named_parameters()
     else:

@@ -2,8 +2,9 @@
 
     python late_arguments.py FOLDER RANK...
 
-The given ranks get an invalid argument. Rank 0 waits until rank 1 joins the process group or ends. As a launcher does, this
-script ends all ranks as soon as one has ended. What the ranks print is in the files `0.err` and `1.err` of the folder.
+The given ranks get an invalid argument. Rank 0 waits until rank 1 joins the process group or ends. As a launcher does,
+this script ends all ranks as soon as one has ended. What the ranks print is in the files `0.err` and `1.err` of the
+folder.
 """
 
 import os

@@ -1,8 +1,9 @@
 """A launch script on `megatron_pg.pretrain`, examples/recipes/plain_after.py, in which a rank is lost.
 
-Its points are, in the order of a job: `arguments`, before the ranks know each other; `model` and `data`, in the providers;
-`barrier`, before a collective of the script's own, in which the others wait and cannot be told; `batch`, `forward`, `backward` and `optimizer`, in the second step; `between`, in the callback behind it; `checkpoint`,
-where every rank begins to save, and `writing`, in the middle of a file, which rank 0 alone writes.
+Its points are, in the order of a job: `arguments`, before the ranks know each other; `model` and `data`, in the
+providers; `barrier`, before a collective of the script's own, in which the others wait and cannot be told; `batch`,
+`forward`, `backward` and `optimizer`, in the second step; `between`, in the callback behind it; `checkpoint`, where
+every rank begins to save, and `writing`, in the middle of a file, which rank 0 alone writes.
 """
 
 import sys
@@ -26,7 +27,8 @@ from megatron_pg.pretrain import pretrain
 FLAGS = """\
     --transformer-impl local --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 12
     --max-position-embeddings 12 --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer --vocab-size 12
-    --make-vocab-size-divisible-by 1 --distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion
+    --make-vocab-size-divisible-by 1 --distributed-backend gloo --use-cpu-initialization
+    --no-gradient-accumulation-fusion
     --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion
     --micro-batch-size 4 --global-batch-size 16 --lr 1e-3 --lr-decay-style constant --log-interval 1 --eval-iters 0
     --eval-interval 1000 --dataloader-type external --ckpt-format torch --save saved --save-interval 1

@@ -1,6 +1,7 @@
 """examples/train_grpo.py on a rank of which the test must know the process and the error, in files under RUN_DIR.
 
-A launcher ends its ranks when one has ended, so a rank stays until its neighbours of the node have noted their errors too.
+A launcher ends its ranks when one has ended, so a rank stays until its neighbours of the node have noted their errors
+too.
 """
 
 import os

@@ -3,9 +3,9 @@
     python tests/ranks/programs/lost_ranks.py OUT_DIR WRITERS case [case …]
 
 A case is `layout-signal-point-victim`, such as `dp2-kill-forward-1`, of its own loop (`lost_in_step.py`), or behind
-`pretrain-` a launch script (`lost_in_pretrain.py`). This process imports everything once and forks the ranks of each case,
-because a lost rank cannot be used again; cases wait for timeouts at the same time. WRITERS processes are killed while they
-write files. Only the peers of a stopped rank wait by the clock: they cannot notice it otherwise.
+`pretrain-` a launch script (`lost_in_pretrain.py`). This process imports everything once and forks the ranks of each
+case, because a lost rank cannot be used again; cases wait for timeouts at the same time. WRITERS processes are killed
+while they write files. Only the peers of a stopped rank wait by the clock: they cannot notice it otherwise.
 """
 
 import itertools
@@ -93,7 +93,8 @@ def error_of(shown: str) -> str:
 
 
 def kill_writers(count: int, out: Path) -> None:
-    """Processes that write the two files of a run as fast as they can, killed when a random number of bytes is there."""
+    """Processes that write the two files of a run as fast as they can, killed when a random number of bytes is
+    there."""
     rng, samples = random.Random(2), [s for s in ranks.samples() if s.num_trained]
     for number in range(count):
         folder = out / f"writer-{number}"

@@ -1,4 +1,5 @@
-"""examples/train_grpo.py with a rollout engine at another temperature: it draws the rollouts and reports their log-probabilities.
+"""examples/train_grpo.py with a rollout engine at another temperature: it draws the rollouts and reports their
+log-probabilities.
 
 ENGINE_TEMPERATURE=1.4
 """

@@ -81,7 +81,8 @@ def breaking_reducer(total_lengths, response_lengths, loss_masks, calculate_per_
 
 
 def change_model(fault: str, model: torch.nn.Module) -> None:
-    """NaN logits for one token id or a layer with a state, on rank 1 only; or an output layer, where there is one, that the float32
+    """NaN logits for one token id or a layer with a state, on rank 1 only; or an output layer, where there is one,
+    that the float32
     head cannot replace."""
     if fault == "bias" and model.post_process:
         model.output_layer.bias = torch.nn.Parameter(torch.zeros(len(model.output_layer.weight)))
@@ -113,9 +114,9 @@ def change_prediction(fault: str, step: PolicyGradientStep, model: torch.nn.Modu
     if "plain" not in fault:
         return
 
-    def of_depth(labels, logits, deferred):
+    def of_depth(forward, labels, logits, deferred):
         losses = type(model).compute_language_model_loss(model, labels, logits)
-        step._loss._forward.depths.append(DepthLoss(torch.zeros(()), losses, torch.zeros((), dtype=torch.int64)))
+        forward.depths.append(DepthLoss(torch.zeros(()), losses, torch.zeros((), dtype=torch.int64)))
         return losses
 
     step._loss._of_depth = of_depth
@@ -164,7 +165,8 @@ def batches(fault: str, parts: list[list], pack_all: Callable[[list[list]], list
 
 
 def groups(fault: str, found: list[list[Sample]]) -> list[list[Sample]]:
-    """The groups of one data-parallel rank; "unequal": tensor- or pipeline-parallel peers have them in another order."""
+    """The groups of one data-parallel rank; "unequal": tensor- or pipeline-parallel peers have them in another
+    order."""
     if fault == "unequal" and on_rank_1():
         return found[::-1]
     if fault == "divided":  # the first sample of rank 1 belongs to a prompt group of rank 0
@@ -400,7 +402,8 @@ OWN = {
 
 
 def start_with(name: str, out: Path) -> None:
-    """What `pretrain` does before the model is built, with an argument (or the reducer's source) that rank 1 has otherwise."""
+    """What `pretrain` does before the model is built, with an argument (or the reducer's source) that rank 1 has
+    otherwise."""
     from megatron_pg.args import add_arguments
     from megatron_pg.pretrain.startup import start
 

@@ -61,15 +61,18 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Layout:
-    """`tp2pp2s` and the like: sizes, then t (packed rows, thd), s (sequence parallel), v (two virtual stages); and options.
+    """`tp2pp2s` and the like: sizes, then t (packed rows, thd), s (sequence parallel), v (two virtual stages); and
+    options.
 
-    Options: tied (embeddings shared with the head), dist (distributed optimizer), overlap (overlapped gradient reduction),
-    fp32 (float32 logits), fused, scaled_exp and recompute (the fused head, in its three modes), experts (a mixture of experts, which ep
-    distributes over data-parallel ranks), losses of its router (auxloss, seqauxloss, zloss, or balance for all at once),
-    activations (every layer is computed again in the backward), replay (the experts are the samples'), choice (they are the
-    model's own), hybrid (a HybridModel), mtp and mtp2 (one and two depths of multi-token prediction; own: with the weights of
-    the aggregation; apart: they train their own layers only, from 0.19.2), rope (rotary embeddings), dynamic (every micro-batch is cut over its own ranks), pieces (the model runs by a schedule plan, together with another backward), loss terms and whole (further losses, over a
-    teacher's top-k tokens or its whole vocabulary).
+    Options: tied (embeddings shared with the head), dist (distributed optimizer), overlap (overlapped gradient
+    reduction), fp32 (float32 logits), fused, scaled_exp and recompute (the fused head, in its three modes), experts (a
+    mixture of experts, which ep distributes over data-parallel ranks), losses of its router (auxloss, seqauxloss,
+    zloss, or balance for all at once), activations (every layer is computed again in the backward), replay (the experts
+    are the samples'), choice (they are the model's own), hybrid (a HybridModel), mtp and mtp2 (one and two depths of
+    multi-token prediction; own: with the weights of the aggregation; apart: they train their own layers only, from
+    0.19.2), rope (rotary embeddings), dynamic (every micro-batch is cut over its own ranks), pieces (the model runs by
+    a schedule plan, together with another backward), loss terms and whole (further losses, over a teacher's top-k
+    tokens or its whole vocabulary).
     """
 
     name: str
@@ -128,7 +131,8 @@ def initialize(layout: Layout, timeout_minutes: float = 30) -> None:
 
 
 def use_pieces(config: TransformerConfig) -> None:
-    """Megatron's overlap of expert communication, on a CPU: its streams do nothing there, and its check wants bfloat16."""
+    """Megatron's overlap of expert communication, on a CPU: its streams do nothing there, and its check wants
+    bfloat16."""
     torch.Tensor.record_stream = lambda self, stream: None
     torch.cuda.Stream.priority_range = staticmethod(lambda: (0, -1))
     config.overlap_moe_expert_parallel_comm = True
@@ -215,7 +219,8 @@ def _config(layout: Layout, *, per_token: bool) -> TransformerConfig:
 
 
 def global_name(model: GPTModel | HybridModel, name: str) -> str:
-    """The parameter's name in a GPTModel, with layer and expert counted over all ranks; a tied head is the embedding."""
+    """The parameter's name in a GPTModel, with layer and expert counted over all ranks; a tied head is the
+    embedding."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         number = model.decoder.layers[int(parts[2])].layer_number

@@ -4,8 +4,8 @@
 
 Starting processes is what costs, so one launch runs many cases: `tp2s-constant-tied` trains one step of that layout and
 aggregation and saves the gradients, `dp2-constant-docs` takes the same samples as one step of `--docs-per-step`,
-`dp2-constant-nan` seeds a fault of `rank_faults`, `startup-loss_aggregation` starts with arguments that differ between the
-ranks.
+`dp2-constant-nan` seeds a fault of `rank_faults`, `startup-loss_aggregation` starts with arguments that differ between
+the ranks.
 """
 
 import gc
@@ -88,7 +88,8 @@ class Case:
 
 
 def samples(options: frozenset[str] = frozenset()):
-    """The one step that every case trains on; with `replay` each token has experts at random, another choice in every layer."""
+    """The one step that every case trains on; with `replay` each token has experts at random, another choice in every
+    layer."""
     step, rng = random_step(random.Random(11), vocabulary=VOCABULARY, poison=True), random.Random(12)
     if options & {"terms", "whole"}:
         step = [mixed(sample, number) for number, sample in enumerate(step)]
@@ -138,7 +139,8 @@ def teacher_head() -> TeacherHead:
 
 
 def mixed(sample: Sample, number: int) -> Sample:
-    """Every third sample is supervised, without what only the objective reads; the others have a teacher, and further tokens of `echo`.
+    """Every third sample is supervised, without what only the objective reads; the others have a teacher, and further
+    tokens of `echo`.
 
     All have the top-k tokens of one, some of them their own.
     """
@@ -150,7 +152,8 @@ def mixed(sample: Sample, number: int) -> Sample:
 
 
 def with_sampling_masks(sample: Sample, rng: random.Random) -> Sample:
-    """With 1 to 6 tokens that could be sampled, over which `tp` ranks lie, or the whole vocabulary; one alone is certain."""
+    """With 1 to 6 tokens that could be sampled, over which `tp` ranks lie, or the whole vocabulary; one alone is
+    certain."""
     sets = []
     for token in sample.tokens[-sample.response_length :].tolist():
         size = rng.randint(0, 6)

@@ -1,4 +1,5 @@
-"""examples/train_grpo.py with every second step run twice by Megatron's rerun machinery, as after a result that it doubts.
+"""examples/train_grpo.py with every second step run twice by Megatron's rerun machinery, as after a result that it
+doubts.
 
 No replayed step may count its documents twice or take others.
 """

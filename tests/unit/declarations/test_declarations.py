@@ -1,4 +1,5 @@
-"""What is declared once: numbers with their flags, hints for unknown names, functions that are imported when asked for."""
+"""What is declared once: numbers with their flags, hints for unknown names, functions that are imported when asked
+for."""
 
 import subprocess
 import sys
@@ -63,5 +64,8 @@ def test_a_close_name_or_another_frameworks_word_is_hinted_at(word, hint):
 
 def test_the_declarations_need_no_torch():
     rooms = [path.stem for path in (Path(megatron_pg.__file__).parent / "declarations").glob("[!_]*.py")]
-    code = f"import sys, {', '.join(f'megatron_pg.declarations.{room}' for room in rooms)}\nassert 'torch' not in sys.modules"
+    code = (
+        f"import sys, {', '.join(f'megatron_pg.declarations.{room}' for room in rooms)}\nassert 'torch' not in "
+        "sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=processes.PACKAGE)

@@ -38,6 +38,10 @@ class Place(NamedTuple):
 
 # which the declaration gives a reason for
 WITHOUT_TOKEN_KERNEL = "|".join(["^$", *(f"^{name}$" for name, each in OBJECTIVES.items() if each.no_token_kernel)])
+EXPECTED_METRICS = (
+    *("tests/oracles/*.py", "tests/helpers/cases/*.py", "tests/properties/*.py"),
+    *("tests/unit/metrics/*.py", "tests/unit/step/*.py", "tests/unit/plan/*.py"),
+)
 REQUIRED = {
     "objective": (
         OBJECTIVES,
@@ -55,9 +59,9 @@ REQUIRED = {
     ),
     "correction": (
         [name for name in CORRECTIONS if name != "none"],
-        Place("a hand-worked value", ("tests/unit/objectives/corrections/test_correction.py", "tests/unit/objectives/corrections/test_selections.py")),
+        Place("a hand-worked value", ("tests/unit/objectives/corrections/*.py",)),
         # a rejection is a level and a divergence: each pair is worked by hand
-        Place("an oracle", ("tests/oracles/token_oracle.py", "tests/oracles/selection_oracle.py", "tests/properties/test_peers.py"), not_for="_k[123]$"),
+        Place("an oracle", ("tests/oracles/*.py", "tests/properties/test_peers.py"), not_for="_k[123]$"),
         Place("a row (make docs)", ("docs/objectives.md",)),
     ),
     "KL estimator": (
@@ -68,13 +72,14 @@ REQUIRED = {
     ),
     "loss term kind": (
         KINDS,
-        Place("an oracle", ("tests/oracles/*.py", "tests/helpers/cases/topk_parts.py", "tests/helpers/cases/teacher_parts.py")),
-        Place("a hand-worked value", ("tests/unit/objectives/terms/test_term_kinds.py", "tests/unit/lm_head/test_teacher.py")),
+        Place("an oracle", ("tests/oracles/*.py", "tests/helpers/cases/t*_parts.py")),
+        Place("a hand-worked value", ("tests/unit/objectives/terms/*.py", "tests/unit/lm_head/test_teacher.py")),
         Place("a row", ("docs/loss_terms.md", "docs/objectives.md")),
     ),
     "metric": (
         [metric.name for metric in METRICS if metric.kind != "part"],
-        Place("an expected value", ("tests/oracles/*.py", "tests/helpers/cases/*.py", "tests/properties/*.py", "tests/unit/metrics/*.py", "tests/unit/step/*.py", "tests/unit/plan/*.py"), not_for="^kl_cov_loss$"),  # as any NAME_loss in step_cases.py
+        # kl_cov_loss is compared as any NAME_loss of step_cases.py
+        Place("an expected value", EXPECTED_METRICS, not_for="^kl_cov_loss$"),
         Place("a row (make docs)", ("docs/metrics.md",)),
     ),
 }  # fmt: skip
@@ -113,7 +118,8 @@ def of_a_copy(folder, full) -> str:
         file = folder / "megatron_pg" / path
         with file.open("a", encoding="utf-8") as end:
             end.write(f"{lines}\n")
-    code = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport test_everything_is_covered as test\ntest.{NAME}()"
+    path = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    code = f"{path}import test_everything_is_covered as test\ntest.{NAME}()"
     env = processes.environment(folder)
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, cwd=folder, capture_output=True, text=True, check=False

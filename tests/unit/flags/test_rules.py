@@ -1,4 +1,5 @@
-"""The rules over arguments, as rules.txt lists them: each one broken alone, and its near misses. `-k E55` selects one rule."""
+"""The rules over arguments, as rules.txt lists them: each one broken alone, and its near misses. `-k E55` selects one
+rule."""
 
 import re
 from decimal import Decimal

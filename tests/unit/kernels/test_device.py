@@ -1,4 +1,5 @@
-"""The device and the kernel are those that exist: a CUDA build of torch on a machine without a driver runs on the CPU."""
+"""The device and the kernel are those that exist: a CUDA build of torch on a machine without a driver runs on the
+CPU."""
 
 import json
 import os

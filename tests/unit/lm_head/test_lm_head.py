@@ -1,4 +1,5 @@
-"""The LM head from hidden states against float64 autograd: on a CPU its mathematics, on a GPU its products and kernels too."""
+"""The LM head from hidden states against float64 autograd: on a CPU its mathematics, on a GPU its products and kernels
+too."""
 
 import gc
 import math
@@ -285,7 +286,8 @@ def test_targets_may_have_any_strides(impl):
 
 
 def sharded(case: Case, fields: dict, ranks: int, sequence_parallel: bool) -> list[dict]:
-    """What every tensor-parallel rank finds, from its rows of the weight and, with sequence parallelism, of the hidden states."""
+    """What every tensor-parallel rank finds, from its rows of the weight and, with sequence parallelism, of the hidden
+    states."""
     columns = case.columns // ranks
 
     def work(rank: int) -> dict:
@@ -717,7 +719,8 @@ def test_every_objective_equals_the_one_over_stored_logits(name, mode, penalised
 )
 @pytest.mark.parametrize("whole", [False, True])
 def test_every_row_of_tokens_in_the_head_equals_torch(name, whole, monkeypatch):
-    """By statistics, one launch for the loss and a gradient, or by the single-pass kernel, its own work done in torch."""
+    """By statistics, one launch for the loss and a gradient, or by the single-pass kernel, its own work done in
+    torch."""
     launches = single_pass.in_torch(monkeypatch) if whole else []
     fields = make(Case(dtype=torch.float32, impl="triton"))
     numbers = {n.name: NUMBERS[n.name] for n in OBJECTIVES[name].numbers}

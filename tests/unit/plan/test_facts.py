@@ -169,7 +169,8 @@ def rollouts_of_environments(rng: random.Random) -> list[Sample]:
 
 
 @pytest.mark.proof(
-    "Metrics over rollouts and per environment equal plain loops, regardless of the partition over ranks and micro-batches"
+    "Metrics over rollouts and per environment equal plain loops, regardless of the partition over ranks and "
+    "micro-batches"
 )
 def test_every_environment_has_its_own_metrics_in_any_partition(full, evidence):
     rng, cases = random.Random(4), 400 if full else 12

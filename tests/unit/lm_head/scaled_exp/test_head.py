@@ -1,4 +1,5 @@
-"""Mode "scaled_exp" of the fused head where it is unlike the others: far targets, near ones, its tiles, its rounding and what it refuses."""
+"""Mode "scaled_exp" of the fused head where it is unlike the others: far targets, near ones, its tiles, its rounding
+and what it refuses."""
 
 import argparse
 import math
@@ -80,9 +81,11 @@ def seeded():
     torch.manual_seed(0)
 
 
-# A target of which the others are as many nats ahead: one column of weight 1 at each width, a hidden state of that many.
+# A target of which the others are as many nats ahead: one column of weight 1 at each width, a hidden state of that
+# many.
 def ahead(nats: list[float], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states and weight with log π(0) = -log(1 + e^nats): column 1 has the logit `nats`, column 0 has 0, the rest none."""
+    """Hidden states and weight with log π(0) = -log(1 + e^nats): column 1 has the logit `nats`, column 0 has 0, the
+    rest none."""
     hidden = torch.zeros(len(nats), 16, dtype=torch.float64)
     hidden[:, 0], hidden[:, 1] = torch.tensor(nats, dtype=torch.float64), -2000.0
     weight = torch.zeros(24, 16, dtype=torch.float64)
@@ -125,7 +128,8 @@ def test_a_token_too_far_off_has_no_gradient_where_its_loss_has_none(impl, dtype
 @pytest.mark.parametrize(("impl", "dtype"), IMPLS)
 @pytest.mark.parametrize(("name", "old"), [("reinforce", -3.0), ("dro", -3.0), ("grpo", -110.0), ("grpo", -150.0)])
 def test_a_token_too_far_off_makes_loss_and_gradient_nan_where_the_loss_depends_on_it(name, old, impl, dtype):
-    """Then the step stops, by the check of log-ratios and losses that are not finite; a ratio that is clipped may in truth be 1."""
+    """Then the step stops, by the check of log-ratios and losses that are not finite; a ratio that is clipped may in
+    truth be 1."""
     hidden, weight = ahead([110.0, 1.0], dtype)
     fields = fields_of(2, 1, advantages=torch.ones(2), old_logprobs=torch.tensor([old, -3.0]))
     out, of_hidden, of_weight = run(hidden, weight, loss_of(fields, name), head_of(impl))
@@ -233,7 +237,8 @@ class Counted:
 
 
 def test_the_rounding_is_what_the_pages_say():
-    """Of bfloat16: the hidden states' gradient as by mode "forward", the weight's 1.4 times, log-probabilities not at all."""
+    """Of bfloat16: the hidden states' gradient as by mode "forward", the weight's 1.4 times, log-probabilities not at
+    all."""
     hidden, weight = torch.randn(256, 64).bfloat16(), (torch.randn(2048, 64) * 64**-0.5).bfloat16()
     policy_loss = loss_of(fields_of(256, 2048), "reinforce")
     wanted, *gradients = expected(hidden, weight, policy_loss)

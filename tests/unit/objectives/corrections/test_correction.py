@@ -87,7 +87,8 @@ def test_hand_worked_factors(name, low, high, expected, kept):
     "name", [name for name, declared in CORRECTIONS.items() if declared.factors and declared.rejects == "data"]
 )
 def test_a_bound_is_inclusive(name, bound):
-    """Equal policies, whose ratios are exactly 1 and whose divergences are exactly 0, are on a bound there and inside."""
+    """Equal policies, whose ratios are exactly 1 and whose divergences are exactly 0, are on a bound there and
+    inside."""
     value = 1.0 if CORRECTIONS[name].bounds else 0.0
     bounds = {"low": value - 0.5, "high": value + 0.5}
     assert factors(name, *(bounds | {bound: value}).values(), sample([0.0, 0.0])) == ([1.0, 1.0], [True, True])
