@@ -203,7 +203,7 @@ TOGETHER = {
     "objectives/*": "tests/unit/objectives/test_formulas.py",
     "kernels/api.py": "tests/unit/kernels/test_reference.py",
     "kernels/checks.py": "tests/unit/kernels/test_reference.py",
-    "kernels/vocabulary.py": "tests/unit/kernels/test_logprobs.py",
+    "kernels/vocabulary.py": "tests/unit/kernels/test_label_logprobs.py",
     "kernels/*": "tests/unit/kernels/triton/test_loss.py",
     "lm_head/*": "tests/unit/lm_head/test_lm_head.py",
     "metrics/*": "tests/unit/metrics/test_table.py",

@@ -130,7 +130,7 @@ def _trust_region(unit: str) -> dict[str, str]:
     return {
         "trust region": f"{{dppo_delta_high:g}} where A > 0, {{dppo_delta_low:g}} where A < 0, {unit}  "
         "(--pg-dppo-delta-high/-low)",
-        "cap": "c = {dual_clip:g}, whatever the sign of A  (--pg-dual-clip)",
+        "cap": "c = {dual_clip:g}, for both signs of A  (--pg-dual-clip)",
     }
 
 
@@ -143,7 +143,7 @@ def _wide_eps_message(numbers: Numbers) -> str | None:
     if widest <= 0.05:
         return None
     return (
-        f"clips the geometric mean of a sequence's ratios, which an eps of {widest:g} hardly ever reaches "
+        f"clips the geometric mean of a sequence's ratios, which an eps of {widest:g} almost never reaches "
         "(the paper: 3e-4 and 4e-4)"
     )
 
@@ -213,7 +213,7 @@ OBJECTIVES = {
         formula=f"ℓ = -r·A where π - π_old is inside the band, and everywhere + τ·(log r)², {_R}",
         numbers={IPO_DELTA_LOW: 0.2, IPO_DELTA_HIGH: 0.2, IPO_TAU: 1e-3},
         bounds={
-            "band": "π - π_old in [-{ipo_delta_low:g}, {ipo_delta_high:g}], whatever the sign of A  "
+            "band": "π - π_old in [-{ipo_delta_low:g}, {ipo_delta_high:g}], for both signs of A  "
             "(--pg-ipo-delta-low/-high)",
             "pull": "τ = {ipo_tau:g}  (--pg-ipo-tau)",
         },

@@ -47,6 +47,11 @@ def add_objective_arguments(group: argparse._ArgumentGroup) -> None:
         help="What the denominators count. scheduled: all rollouts and trained tokens. live: only rollouts and prompt "
         "groups with a trained token. kept: only those, and tokens, that --pg-correction does not reject.",
     )
+    _add_further_arguments(group)
+
+
+def _add_further_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of KL, entropy, multi-token prediction and gradient divisor."""
     group.add_argument(
         "--pg-kl-coef", type=float, default=0.0, metavar="BETA", help="Adds BETA times KL(π‖π_ref). Default 0."
     )

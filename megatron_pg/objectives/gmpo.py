@@ -30,5 +30,5 @@ def averaged(tokens: Tokens, parameters: Parameters) -> Tensor:
 
 
 def outside(tokens: Tokens, parameters: Parameters) -> tuple[Tensor, Tensor]:
-    """[T] bool each: log r above and below its bounds, whatever the sign of A."""
+    """[T] bool each: log r above and below its bounds, for both signs of A."""
     return tokens.log_ratios > parameters.gmpo_eps_high, tokens.log_ratios < -parameters.gmpo_eps_low

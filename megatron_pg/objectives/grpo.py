@@ -23,5 +23,5 @@ def clipped_surrogate(ratios: Tensor, advantages: Tensor, parameters: Parameters
 
 
 def outside(tokens: Tokens, parameters: Parameters) -> tuple[Tensor, Tensor]:
-    """[T] bool each: r above and below the clip interval, whatever the sign of A."""
+    """[T] bool each: r above and below the clip interval, for both signs of A."""
     return tokens.ratios > 1 + parameters.clip_eps_high, tokens.ratios < 1 - parameters.clip_eps_low

@@ -186,7 +186,7 @@ class _Run:
 
     @contextmanager
     def replacing_megatrons_names(self, provider: Callable) -> Iterator[None]:
-        """Megatron with our functions in place of a few of its own, inside the block."""
+        """Megatron with our functions in place of a few others, inside the block."""
         with (
             _replaced(arguments, "parse_args", functools.partial(_parse_with, provider)),
             _replaced(training, "get_forward_backward_func", self.forward_backward),

@@ -562,7 +562,7 @@ def test_the_help_names_every_flag():
     [
         (pg("gspo") | mode("token_mean", calculate_per_token_loss=True), "token_mean has other weights"),
         (pg("gmpo") | mode("token_mean", calculate_per_token_loss=True), "token_mean has other weights"),
-        (pg("gspo", clip_eps_high=0.2), "an eps of 0.2 hardly ever reaches (the paper: 3e-4 and 4e-4)"),
+        (pg("gspo", clip_eps_high=0.2), "an eps of 0.2 almost never reaches (the paper: 3e-4 and 4e-4)"),
         ({"pg_kl_coef": 0.1, "pg_kl_estimator": "k1"}, "--pg-kl-estimator k1: its expected gradient is 0"),
         ({"pg_kl_coef": 0.1, "pg_kl_estimator": "k3"}, "--pg-kl-estimator k3: its gradient is that of KL(π_ref‖π)"),
     ],

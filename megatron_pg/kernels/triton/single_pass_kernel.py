@@ -111,19 +111,11 @@ def _load_tiles(
 
 @gluon.jit
 def _accumulate_slot(
-    statistics,
-    slots,
-    slot,
-    offsets,
-    width,
-    c,
-    layout: gl.constexpr,
-    KIND: gl.constexpr,
-    ENTROPY: gl.constexpr,
-    TILE: gl.constexpr,
-    MASKED: gl.constexpr,
+    statistics, slots, slot, offsets, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, MASKED: gl.constexpr
 ):
     """Add a tile of shared memory to the statistics. Copies write 0 beyond a row's end; `MASKED` makes it -inf."""
+    layout: gl.constexpr = offsets.type.layout
+    TILE: gl.constexpr = offsets.shape[0] * offsets.shape[1]
     m, s, t = statistics
     words = slots.index(slot).load(layout)
     if MASKED:
@@ -133,18 +125,12 @@ def _accumulate_slot(
 
 @gluon.jit
 def _stream_statistics(
-    statistics,
-    z_row,
-    offsets,
-    after,
-    width,
-    c,
-    KIND: gl.constexpr,
-    ENTROPY: gl.constexpr,
-    TILE: gl.constexpr,
-    COUNT: gl.constexpr,
+    statistics, z_row, offsets, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, ROW: gl.constexpr
 ):
-    """Add the words from `after` on, with the next `COUNT` tiles always in flight."""
+    """Add the words that fit nowhere, with the next `streamed` tiles always in flight."""
+    TILE: gl.constexpr = ROW.threads * WORDS
+    COUNT: gl.constexpr = ROW.streamed
+    after = (ROW.groups * ROW.per_group + ROW.kept) * TILE
     m, s, t = statistics
     tiles = _load_tiles(z_row + after, offsets, width - after, KIND, TILE, 0, COUNT)
     for start in range(after, width, COUNT * TILE):
@@ -157,22 +143,15 @@ def _stream_statistics(
 
 @gluon.jit
 def _stream_gradients(
-    z_row,
-    g_row,
-    offsets,
-    g_offsets,
-    after,
-    width,
-    column_terms,
-    KIND: gl.constexpr,
-    PAIR: gl.constexpr,
-    TILE: gl.constexpr,
-    COUNT: gl.constexpr,
-    layout: gl.constexpr,
-    BONUS: gl.constexpr,
+    z_row, g_row, offsets, g_offsets, width, column_terms, KIND: gl.constexpr, BONUS: gl.constexpr, ROW: gl.constexpr
 ):
-    """Write the gradient of the words from `after` on, backwards: the words read last are the first ones read again."""
+    """Write the gradient of the words that fit nowhere, backwards: the words read last are the first ones read again."""
     dtype: gl.constexpr = g_row.dtype.element_ty
+    layout: gl.constexpr = g_offsets.type.layout
+    PAIR: gl.constexpr = 2 if KIND == "bfloat16x2" else 1
+    TILE: gl.constexpr = ROW.threads * WORDS
+    COUNT: gl.constexpr = ROW.streamed
+    after = (ROW.groups * ROW.per_group + ROW.kept) * TILE
     groups = gl.cdiv(width - after, COUNT * TILE)
     start = after + (groups - 1) * (COUNT * TILE)
     tiles = _load_tiles(z_row + start, offsets, width - start, KIND, TILE, 0, COUNT)
@@ -186,6 +165,142 @@ def _stream_gradients(
             gl.store(g_row + at, out, mask=g_offsets < width * PAIR - at)
         tiles = coming
         start = ahead
+
+
+@gluon.jit
+def _first_statistics(
+    statistics, slots, kept, z_row, offsets, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, ROW: gl.constexpr
+):
+    """The statistics of a program's first row, all of which has been copied and loaded."""
+    KEPT: gl.constexpr = ROW.kept
+    for slot in range(ROW.groups * ROW.per_group):
+        statistics = _accumulate_slot(statistics, slots, slot, offsets, width, c, KIND, ENTROPY, MASKED=True)
+    for k in gl.static_range(KEPT):
+        statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
+    if ROW.streamed > 0:
+        statistics = _stream_statistics(statistics, z_row, offsets, width, c, KIND, ENTROPY, ROW)
+    return statistics
+
+
+@gluon.jit
+def _write_outside_shared(
+    z_row,
+    g_row,
+    kept,
+    key,
+    offsets,
+    g_offsets,
+    columns,
+    moves,
+    column_terms,
+    KIND: gl.constexpr,
+    BONUS: gl.constexpr,
+    ROW: gl.constexpr,
+):
+    """Write the gradient of what is not in shared memory: kept tiles, then streamed ones.
+
+    A gradient of 0 (not `moves`) is written over the whole row, so that the groups have nothing to write.
+    """
+    dtype: gl.constexpr = g_row.dtype.element_ty
+    layout: gl.constexpr = g_offsets.type.layout
+    PAIR: gl.constexpr = 2 if KIND == "bfloat16x2" else 1
+    TILE: gl.constexpr = ROW.threads * WORDS
+    SLOTS: gl.constexpr = ROW.groups * ROW.per_group
+    KEPT: gl.constexpr = ROW.kept
+    if moves:
+        for k in gl.static_range(KEPT):
+            at = (SLOTS + k) * TILE * PAIR
+            out = _tile_gradient(_opaque(kept[k], key, KIND), column_terms, dtype, KIND, layout, BONUS)
+            gl.store(g_row + at, out, mask=g_offsets < columns - at)
+        if ROW.streamed > 0:
+            _stream_gradients(z_row, g_row, offsets, g_offsets, columns // PAIR, column_terms, KIND, BONUS, ROW)
+    else:
+        zeros = gl.full((ROW.threads, WORDS * PAIR), 0.0, dtype, layout)
+        for start in range(0, columns, TILE * PAIR):
+            gl.store(g_row + start, zeros, mask=g_offsets < columns - start)
+
+
+@gluon.jit
+def _exchange_groups(
+    statistics,
+    groups,
+    slots,
+    kept,
+    z_next,
+    g_row,
+    offsets,
+    group_offsets,
+    g_offsets,
+    columns,
+    live_next,
+    moves,
+    column_terms,
+    KIND: gl.constexpr,
+    BONUS: gl.constexpr,
+    ENTROPY: gl.constexpr,
+    ROW: gl.constexpr,
+):
+    """Write the gradient of each group, start the copy of the next row in its place; the next row's statistics so far.
+
+    Group g - lag of the next row was committed `lag` iterations ago, and lag - 1 groups after it, so
+    `wait_group(lag - 1)` waits for it and leaves the later copies in flight.
+    """
+    GROUPS: gl.constexpr = ROW.groups
+    PER: gl.constexpr = ROW.per_group
+    LAG: gl.constexpr = ROW.lag
+    KEPT: gl.constexpr = ROW.kept
+    ALL_SHARED: gl.constexpr = ROW.kept == 0 and ROW.streamed == 0  # then a row may end within shared memory
+    PAIR: gl.constexpr = 2 if KIND == "bfloat16x2" else 1
+    TILE: gl.constexpr = ROW.threads * WORDS
+    dtype: gl.constexpr = g_row.dtype.element_ty
+    layout: gl.constexpr = offsets.type.layout
+    g_layout: gl.constexpr = g_offsets.type.layout
+    c = column_terms[0]
+    width = columns // PAIR
+    limit = gl.where(live_next, width, 0)
+    for g in gl.static_range(GROUPS):
+        if g >= LAG:
+            async_copy.wait_group(LAG - 1)
+        for tile in range(PER):
+            if moves:
+                at = (g * PER + tile) * TILE * PAIR
+                words = slots.index(g * PER + tile).load(layout)
+                out = _tile_gradient(words, column_terms, dtype, KIND, g_layout, BONUS)
+                if ALL_SHARED:
+                    gl.store(g_row + at, out, mask=g_offsets < columns - at)
+                else:
+                    gl.store(g_row + at, out)
+            if g >= LAG:
+                if live_next:
+                    slot = (g - LAG) * PER + tile
+                    statistics = _accumulate_slot(statistics, slots, slot, offsets, width, c, KIND, ENTROPY, ALL_SHARED)
+        if g > 0 and ROW.streamed == 0:  # the kept tiles of the next row, spread over the groups
+            if live_next:
+                for k in gl.static_range((g - 1) * KEPT // (GROUPS - 1), g * KEPT // (GROUPS - 1)):
+                    statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
+        # Each thread has read its own words of this group (above), so its copies may overwrite them.
+        _fill(groups.index(g), z_next + g * PER * TILE, group_offsets, limit - g * PER * TILE)
+    return statistics
+
+
+@gluon.jit
+def _finish_statistics(
+    statistics, slots, kept, offsets, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, ROW: gl.constexpr
+):
+    """Add the last `lag` groups of the next row, each as soon as its copy is complete, and late kept tiles."""
+    GROUPS: gl.constexpr = ROW.groups
+    LAG: gl.constexpr = ROW.lag
+    KEPT: gl.constexpr = ROW.kept
+    ALL_SHARED: gl.constexpr = ROW.kept == 0 and ROW.streamed == 0
+    for g in gl.static_range(GROUPS - LAG, GROUPS):
+        async_copy.wait_group(GROUPS - 1 - g)
+        for tile in range(ROW.per_group):
+            slot = g * ROW.per_group + tile
+            statistics = _accumulate_slot(statistics, slots, slot, offsets, width, c, KIND, ENTROPY, ALL_SHARED)
+    if ROW.streamed > 0:
+        for k in gl.static_range(KEPT):
+            statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
+    return statistics
 
 
 @gluon.jit
@@ -279,15 +394,10 @@ def single_pass_kernel(
     THREADS: gl.constexpr = ROW.threads
     GROUPS: gl.constexpr = ROW.groups
     PER: gl.constexpr = ROW.per_group
-    LAG: gl.constexpr = ROW.lag
-    KEPT: gl.constexpr = ROW.kept
-    STREAMED: gl.constexpr = ROW.streamed
-    AHEAD: gl.constexpr = ROW.ahead
     KIND: gl.constexpr = "bfloat16x2" if logits.dtype.element_ty == gl.bfloat16 else "plain"
     PAIR: gl.constexpr = 2 if KIND == "bfloat16x2" else 1  # columns of a word
     TILE: gl.constexpr = THREADS * WORDS
     SLOTS: gl.constexpr = GROUPS * PER
-    ALL_SHARED: gl.constexpr = KEPT == 0 and STREAMED == 0  # then a row may end within shared memory
     dtype: gl.constexpr = gradients.dtype.element_ty
     word: gl.constexpr = gl.int32 if PAIR == 2 else logits.dtype.element_ty
     layout: gl.constexpr = gl.BlockedLayout([1, WORDS], [32, 1], [THREADS // 32, 1], [1, 0])
@@ -306,43 +416,32 @@ def single_pass_kernel(
     group_offsets = gl.arange(0, PER * THREADS, layout=thread)[:, None] * WORDS + in_thread
     g_thread = gl.arange(0, THREADS, layout=gl.SliceLayout(1, g_layout))[:, None] * (WORDS * PAIR)
     g_offsets = g_thread + gl.arange(0, WORDS * PAIR, layout=gl.SliceLayout(0, g_layout))[None, :]
-    zeros = gl.full((THREADS, WORDS * PAIR), 0.0, dtype, g_layout)
     none = gl.full((THREADS,), 0.0, gl.float32, thread)
     floor = gl.full((THREADS,), FLOOR, gl.float32, thread)
 
     z_words = logits.to(gl.pointer_type(word))
     z_stride = logits_stride // PAIR
     width = columns // PAIR
-    after = (SLOTS + KEPT) * TILE  # first streamed word
 
-    # The first row. Nothing overlaps yet: copy all of it, wait for all copies, accumulate. A row that is masked (not
-    # live) has the limit 0, so none of it is read here or anywhere below.
+    # The first row. Nothing overlaps yet: copy all of it, wait for all copies, accumulate. A masked row (not live) has
+    # the limit 0, so none of it is read here or anywhere below.
     row = gl.program_id(0).to(gl.int64)
     live = gl.load(fields.mask + row) != 0
-    if AHEAD:
+    if ROW.ahead:
         token = _load_token(row, live, logits, targets, fields, columns, logits_stride, KL, BONUS)
     limit = gl.where(live, width, 0)
     z_row = z_words + row * z_stride
     for g in gl.static_range(GROUPS):
         _fill(groups.index(g), z_row + g * PER * TILE, group_offsets, limit - g * PER * TILE)
-    kept = _load_tiles(z_row + offsets, offsets, limit, KIND, TILE, SLOTS, KEPT)
+    kept = _load_tiles(z_row + offsets, offsets, limit, KIND, TILE, SLOTS, ROW.kept)
     statistics = (floor, none, none)
     async_copy.wait_group(0)
     if live:
-        for slot in range(SLOTS):
-            statistics = _accumulate_slot(
-                statistics, slots, slot, offsets, width, c, layout, KIND, ENTROPY, TILE, MASKED=True
-            )
-        for k in gl.static_range(KEPT):
-            statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
-        if STREAMED > 0:
-            statistics = _stream_statistics(
-                statistics, z_row + offsets, offsets, after, width, c, KIND, ENTROPY, TILE, STREAMED
-            )
+        statistics = _first_statistics(statistics, slots, kept, z_row + offsets, offsets, width, c, KIND, ENTROPY, ROW)
 
     while row < rows:
-        # 1. The loss of the row, from the statistics of all its words. A row that is not live has loss and gradient 0.
-        if not AHEAD:
+        # 1. The loss of the row, from the statistics of all its words. A masked row has loss and gradient 0.
+        if not ROW.ahead:
             token = _load_token(row, live, logits, targets, fields, columns, logits_stride, KL, BONUS)
         target, target_logit, values_of_row = token
         slope = 0.0
@@ -357,19 +456,8 @@ def single_pass_kernel(
         entropy = 0.0
         key = 0
         if live:
-            found, slope, peak, factor, bend, key = _row_loss(
-                statistics,
-                target_logit,
-                values_of_row,
-                c,
-                numbers,
-                coefficients,
-                grad_scale,
-                zero,
-                TOKEN_KERNEL,
-                KL,
-                BONUS,
-            )
+            of_row = (target_logit, values_of_row, c, numbers, coefficients, grad_scale, zero)
+            found, slope, peak, factor, bend, key = _row_loss(statistics, *of_row, TOKEN_KERNEL, KL, BONUS)
             policy, loss, logprob, log_ratio, entropy, kl = found
         _store_results(results, rows, row, (policy, loss, logprob, log_ratio, entropy, kl), KL, ENTROPY)
         moves = slope != 0  # else the gradient is 0, for instance where the objective clips
@@ -377,89 +465,44 @@ def single_pass_kernel(
             moves = moves | (bend != 0)
         column_terms = (c, peak, factor, bend)
 
-        # 2. The gradient of what is not in shared memory: kept tiles, then streamed ones. Zeros are written over the
-        # whole row here, so that the groups below have nothing to write.
+        # 2. The gradient of what is not in shared memory.
         following = row + gl.num_programs(0)
         live_next = gl.load(fields.mask + following, mask=following < rows, other=0) != 0
         limit = gl.where(live_next, width, 0)
+        z_this = z_words + row * z_stride + offsets
         z_next = z_words + following * z_stride
         g_row = gradients + row * gradients_stride + g_offsets
-        if moves:
-            for k in gl.static_range(KEPT):
-                at = (SLOTS + k) * TILE * PAIR
-                out = _tile_gradient(_opaque(kept[k], key, KIND), column_terms, dtype, KIND, g_layout, BONUS)
-                gl.store(g_row + at, out, mask=g_offsets < columns - at)
-            if STREAMED > 0:
-                z_this = z_words + row * z_stride + offsets
-                _stream_gradients(
-                    z_this, g_row, offsets, g_offsets, after, width, column_terms,
-                    KIND, PAIR, TILE, STREAMED, g_layout, BONUS,
-                )  # fmt: skip
-        else:
-            for start in range(0, columns, TILE * PAIR):
-                gl.store(g_row + start, zeros, mask=g_offsets < columns - start)
+        _write_outside_shared(
+            z_this, g_row, kept, key, offsets, g_offsets, columns, moves, column_terms, KIND, BONUS, ROW
+        )
 
-        # 3. The gradient of each group, and in its place the next row: the registers of the kept tiles are free now,
-        # and each group is once its gradient is written. Group g - LAG of the next row was committed LAG iterations
-        # ago, and LAG - 1 groups after it, so `wait_group(LAG - 1)` waits for it and leaves the later copies in flight.
-        if STREAMED == 0:
-            kept = _load_tiles(z_next + offsets, offsets, limit, KIND, TILE, SLOTS, KEPT)
-        statistics = (floor, none, none)
-        for g in gl.static_range(GROUPS):
-            if g >= LAG:
-                async_copy.wait_group(LAG - 1)
-            for tile in range(PER):
-                if moves:
-                    at = (g * PER + tile) * TILE * PAIR
-                    words = slots.index(g * PER + tile).load(layout)
-                    out = _tile_gradient(words, column_terms, dtype, KIND, g_layout, BONUS)
-                    if ALL_SHARED:
-                        gl.store(g_row + at, out, mask=g_offsets < columns - at)
-                    else:
-                        gl.store(g_row + at, out)
-                if g >= LAG:
-                    if live_next:
-                        statistics = _accumulate_slot(
-                            statistics, slots, (g - LAG) * PER + tile, offsets, width, c,
-                            layout, KIND, ENTROPY, TILE, ALL_SHARED,
-                        )  # fmt: skip
-            if g > 0 and STREAMED == 0:  # the kept tiles of the next row, spread over the groups
-                if live_next:
-                    for k in gl.static_range((g - 1) * KEPT // (GROUPS - 1), g * KEPT // (GROUPS - 1)):
-                        statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
-            # All threads have read their words of this group (above), so their copies may overwrite them.
-            _fill(groups.index(g), z_next + g * PER * TILE, group_offsets, limit - g * PER * TILE)
+        # 3. The gradient of each group, and in its place the next row. The registers of the kept tiles are free now.
+        if ROW.streamed == 0:
+            kept = _load_tiles(z_next + offsets, offsets, limit, KIND, TILE, SLOTS, ROW.kept)
+        places = (offsets, group_offsets, g_offsets)
+        statistics = _exchange_groups(
+            (floor, none, none), groups, slots, kept, z_next, g_row, *places, columns, live_next, moves, column_terms,
+            KIND, BONUS, ENTROPY, ROW,
+        )  # fmt: skip
 
-        # 4. The target's column, which another thread may have written above without the target's own part: the barrier
-        # orders the two stores. Its logit was loaded before anything was written.
+        # 4. The target's column, which another thread has written above without the target's own part: the barrier
+        #    orders the two stores. Its logit was loaded before anything was written.
         if moves:
             thread_barrier()
             p = _column_gradient(target_logit, column_terms, BONUS)
             gl.store(gradients + row * gradients_stride + target, (p - slope).to(dtype))
-        if AHEAD:
+        if ROW.ahead:
             token = _load_token(following, live_next, logits, targets, fields, columns, logits_stride, KL, BONUS)
 
-        # 5. The rest of the next row's statistics: streamed tiles, whose registers the kept tiles get afterwards, and
-        # the last LAG groups, each as soon as its copy is there.
-        if STREAMED > 0:
+        # 5. The rest of the next row's statistics. The streamed tiles come first, because the kept tiles get their
+        #    registers. A masked row is copied as zeros, which must land before the copies of the row after it start.
+        if ROW.streamed > 0:
             if live_next:
-                statistics = _stream_statistics(
-                    statistics, z_next + offsets, offsets, after, width, c, KIND, ENTROPY, TILE, STREAMED
-                )
-            kept = _load_tiles(z_next + offsets, offsets, limit, KIND, TILE, SLOTS, KEPT)
+                statistics = _stream_statistics(statistics, z_next + offsets, offsets, width, c, KIND, ENTROPY, ROW)
+            kept = _load_tiles(z_next + offsets, offsets, limit, KIND, TILE, SLOTS, ROW.kept)
         if live_next:
-            for g in gl.static_range(GROUPS - LAG, GROUPS):
-                async_copy.wait_group(GROUPS - 1 - g)
-                for tile in range(PER):
-                    statistics = _accumulate_slot(
-                        statistics, slots, g * PER + tile, offsets, width, c,
-                        layout, KIND, ENTROPY, TILE, ALL_SHARED,
-                    )  # fmt: skip
-            if STREAMED > 0:
-                for k in gl.static_range(KEPT):
-                    statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
+            statistics = _finish_statistics(statistics, slots, kept, offsets, width, c, KIND, ENTROPY, ROW)
         else:
-            # A masked row is copied as zeros, which must have landed before the copies of the row after it start.
             async_copy.wait_group(0)
         row = following
         live = live_next

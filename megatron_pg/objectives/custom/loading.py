@@ -102,7 +102,7 @@ def _both(returned: Any) -> tuple[Any, dict[str, Tensor]]:
     if not isinstance(returned, tuple):
         return returned, {}
     if len(returned) != 2 or not isinstance(returned[1], dict):
-        raise TypeError("it returns a tuple that is no pair of the losses and a dict of metrics")
+        raise TypeError("it returns a tuple that is not a pair of losses and a dict of metrics")
     return returned
 
 

@@ -114,9 +114,9 @@ def change_prediction(fault: str, step: PolicyGradientStep, model: torch.nn.Modu
     if "plain" not in fault:
         return
 
-    def of_depth(labels, logits, deferred):
+    def of_depth(forward, labels, logits, deferred):
         losses = type(model).compute_language_model_loss(model, labels, logits)
-        step._loss._forward.depths.append(DepthLoss(torch.zeros(()), losses, torch.zeros((), dtype=torch.int64)))
+        forward.depths.append(DepthLoss(torch.zeros(()), losses, torch.zeros((), dtype=torch.int64)))
         return losses
 
     step._loss._of_depth = of_depth

@@ -120,7 +120,7 @@ def test_the_banner_shows_the_remaining_settings_with_their_flags():
         (
             pg("ipo", ipo_delta_high=0.3),
             "band",
-            "π - π_old in [-0.2, 0.3], whatever the sign of A  (--pg-ipo-delta-low/-high)",
+            "π - π_old in [-0.2, 0.3], for both signs of A  (--pg-ipo-delta-low/-high)",
         ),
         (pg("ipo"), "pull", "τ = 0.001  (--pg-ipo-tau)"),
         (
@@ -137,12 +137,12 @@ def test_the_banner_shows_the_remaining_settings_with_their_flags():
         (
             pg("dppo_kl", dppo_delta_low=0.1, dppo_delta_high=0.2, dual_clip=20.0),
             "cap",
-            "c = 20, whatever the sign of A  (--pg-dual-clip)",
+            "c = 20, for both signs of A  (--pg-dual-clip)",
         ),
         (
             pg("dppo_kl", dppo_delta_low=0.1, dppo_delta_high=0.2),
             "cap",
-            "c = inf, whatever the sign of A  (--pg-dual-clip)",
+            "c = inf, for both signs of A  (--pg-dual-clip)",
         ),
         (
             correction("icepop", high=4.0),

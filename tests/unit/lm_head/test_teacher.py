@@ -1,24 +1,20 @@
-"""The fused head with a teacher, from both hidden states, against the losses and gradients written out row by row in
-float64."""
+"""The fused head with a teacher's hidden states: properties and errors. Values and gradients: `kernels/test_readers`."""
 
-import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
-import threads
 import torch
-from compare import scalar_error, tensor_error
-from teacher_parts import KINDS, SHARE, Parts
+from compare import tensor_error
+from reader_cases import FULL as KINDS
+from reader_cases import SHARE, ReaderCase
 
 from megatron_pg.batch.fields import TeacherStates, TermFields, TopK
 from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import PolicyLoss, Vocabulary, policy_gradient_loss
-from megatron_pg.kernels.triton import teacher as teacher_triton
 from megatron_pg.lm_head import Head, policy_gradient_head_loss, products
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}  # as tests/unit/lm_head/test_lm_head.py
 IMPLS = [("torch", torch.float64), ("torch", torch.float32), ("triton", torch.float32)]
 
 
@@ -29,92 +25,40 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(products, "block_rows", lambda *_: 8)
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Hidden states of a student, heads of both, and the loss; the teacher's states are in its fields."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    teacher_weight: torch.Tensor
+    policy_loss: PolicyLoss
+    size: int
+
+    @classmethod
+    def draw(cls, kind: str, dtype: torch.dtype, *, is_shared: bool = False) -> "Parts":
+        """15 rows of 43 columns and padding; rows 0 and 1 are trained."""
+        case = ReaderCase.draw(kind, 43, rows=15, is_shared=is_shared).on("cpu", dtype)
+        hidden, weight = torch.randn(15, 16, dtype=dtype), torch.randn(48, 16, dtype=dtype) / 4
+        hidden[~case.policy_loss.fields.mask] = torch.nan
+        return cls(hidden, weight, torch.randn(48, 12, dtype=dtype) * 12**-0.5, case.policy_loss, case.size)
+
+
 def moved(parts: Parts, device: str) -> Parts:
     """On the device."""
-    fields, teacher = parts.policy_loss.fields, parts.policy_loss.fields.teacher_hidden
-    known = {name: values.to(device) for name, values in fields.per_token().items()}
-    states = TeacherStates(slots=teacher.slots.to(device), states=teacher.states.to(device))
-    policy_loss = replace(parts.policy_loss, fields=replace(type(fields).of(known), teacher_hidden=states))
+    policy_loss = ReaderCase(parts.policy_loss, parts.size).on(device).policy_loss
     tables = {name: getattr(parts, name).to(device) for name in ("hidden", "weight", "teacher_weight")}
     return replace(parts, policy_loss=policy_loss, **tables)
 
 
-def run(parts: Parts, head: Head, *, temperature: float = 0.7, tp_group=None, rank: int = 0, **options) -> tuple:
-    """The result, and the gradients by hidden states and this rank's rows of the weight, at an upstream gradient of
-    3."""
-    ranks = 1 if tp_group is None else tp_group.size()
-    weight, teacher_weight = (each.chunk(ranks)[rank] for each in (parts.weight, parts.teacher_weight))
-    leaves = [each.detach().clone().requires_grad_() for each in (parts.hidden, weight)]
-    vocabulary = Vocabulary.of(len(weight), temperature=temperature, vocab_size=parts.size, tp_group=tp_group)
-    given = {"grad_scale": 3.0, "teacher_weight": teacher_weight} | options
+def run(parts: Parts, head: Head, *, temperature: float = 0.7, **options) -> tuple:
+    """The result, and the gradients by hidden states and weight, at an upstream gradient of 3."""
+    leaves = [each.detach().clone().requires_grad_() for each in (parts.hidden, parts.weight)]
+    vocabulary = Vocabulary.of(len(parts.weight), temperature=temperature, vocab_size=parts.size)
+    given = {"grad_scale": 3.0, "teacher_weight": parts.teacher_weight} | options
     out = policy_gradient_head_loss(*leaves, parts.policy_loss, vocabulary, head, **given)
     (3 * out.loss).backward()
     return out, *(leaf.grad for leaf in leaves)
-
-
-@pytest.mark.parametrize("mode", ["forward", "recompute"])
-@pytest.mark.parametrize(("impl", "dtype"), IMPLS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("has_own_tokens", [True, False])
-def test_loss_and_gradients_are_those_of_whole_distributions(kind, impl, dtype, mode, has_own_tokens):
-    parts = Parts.draw(kind, dtype, has_own_tokens=has_own_tokens)
-    loss, *gradients = parts.expected(0.7)
-    out, *found = run(moved(parts, DEVICE), Head(mode=mode, impl=impl))
-    assert scalar_error(float(out.loss.detach()), loss, 10.0) <= LIMITS[dtype]
-    for ours, theirs in zip(found, gradients, strict=True):
-        assert tensor_error(ours.cpu(), 1.5 * theirs) <= LIMITS[dtype]
-
-
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_wide_rows_whose_length_no_vector_divides(kind, split):
-    """More than one group of tiles, a tail, and a gradient that is written over the logits."""
-    parts = Parts.draw(kind, torch.float32, rows=6, size=5003, padding=0)
-    loss, *gradients = parts.expected(0.7)
-    head = Head(impl="triton", backward="split" if split else "bf16")
-    out, *found = run(moved(parts, DEVICE), head)
-    assert scalar_error(float(out.loss.detach()), loss, 10.0) <= LIMITS[torch.float32]
-    for ours, theirs in zip(found, gradients, strict=True):
-        assert tensor_error(ours.cpu(), 1.5 * theirs) <= LIMITS[torch.float32]
-
-
-@pytest.mark.skipif(CUDA, reason="ranks are threads of one process")
-@pytest.mark.parametrize("mode", ["forward", "recompute"])
-@pytest.mark.parametrize(
-    ("impl", "dtype", "ranks"), [(*IMPLS[0], 3), (*IMPLS[2], 2)]
-)  # of three the last holds padding alone
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_vocabulary_may_lie_over_ranks(kind, impl, dtype, mode, ranks, monkeypatch):
-    lock = threading.Lock()  # the interpreter runs one kernel at a time
-    for name in ("statistics_kernel", "combine_kernel", "mixture_kernel", "gradient_kernel"):
-        monkeypatch.setattr(teacher_triton, name, OneAtATime(getattr(teacher_triton, name), lock))
-    parts = Parts.draw(kind, dtype, size=30, padding=18)
-    loss, *gradients = parts.expected(0.7)
-
-    def work(rank: int) -> tuple:
-        group = threads.subgroup(lambda r: 0, ranks, rank)
-        return run(parts, Head(mode=mode, impl=impl), tp_group=group, rank=rank)
-
-    found = threads.run(ranks, work)
-    for out, of_hidden, _ in found:
-        assert torch.equal(out.term_losses, found[0][0].term_losses)
-        assert scalar_error(float(out.loss.detach()), loss, 10.0) <= LIMITS[dtype]
-        assert tensor_error(of_hidden, 1.5 * gradients[0]) <= LIMITS[dtype]
-    assert tensor_error(torch.cat([each[2] for each in found]), 1.5 * gradients[1]) <= LIMITS[dtype]
-
-
-class OneAtATime:
-    """A kernel that waits for the others."""
-
-    def __init__(self, kernel: object, lock: threading.Lock):
-        self._kernel, self._lock = kernel, lock
-
-    def __getitem__(self, grid: tuple[int]):
-        def launch(*arguments: object, **options: object) -> None:
-            with self._lock:
-                self._kernel[grid](*arguments, **options)
-
-        return launch
 
 
 @pytest.mark.parametrize("mode", ["forward", "recompute"])
@@ -135,7 +79,7 @@ def test_a_teacher_that_is_the_student_teaches_nothing(kind, impl, dtype, mode):
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
 def test_it_is_the_divergence_over_as_many_likeliest_tokens_as_there_are(kind):
-    parts = Parts.draw(f"full_{kind}", torch.float64, has_own_tokens=False)
+    parts = Parts.draw(f"full_{kind}", torch.float64, is_shared=True)
     fields, teacher = parts.policy_loss.fields, parts.policy_loss.fields.teacher_hidden
     logits = (teacher.states @ parts.teacher_weight.t())[:, : parts.size]
     logprobs = (logits / 0.7).log_softmax(1)[teacher.slots]
@@ -155,23 +99,22 @@ def test_it_is_the_divergence_over_as_many_likeliest_tokens_as_there_are(kind):
 @pytest.mark.parametrize("whose", ["student", "teacher"])
 def test_a_number_that_is_none_stays_visible(whose, kind, impl, dtype):
     """In the row that has it, of the loss and of the gradient; the other rows are as they were."""
-    parts = Parts.draw(kind, dtype, has_own_tokens=False)
+    parts = Parts.draw(kind, dtype, is_shared=True)
     wanted = run(moved(parts, DEVICE), Head(impl=impl))
     states = parts.hidden if whose == "student" else parts.policy_loss.fields.teacher_hidden.states
-    states[2, 3] = torch.nan
+    states[1, 3] = torch.nan
     found = run(moved(parts, DEVICE), Head(impl=impl))
-    others = torch.arange(len(parts.hidden)) != 2
+    others = torch.arange(len(parts.hidden)) != 1
     assert found[0].loss.isnan()
-    assert found[0].term_losses[0, 2].isnan()
-    assert found[1][2].isnan().all()
+    assert found[0].term_losses[0, 1].isnan()
+    assert found[1][1].isnan().all()
     assert torch.equal(found[1][others], wanted[1][others])
 
 
 @pytest.mark.parametrize(("impl", "dtype"), IMPLS)
 def test_far_apart_they_are_as_far_as_they_are(impl, dtype):
-    """Each gives nearly everything to a token to which the other gives e^-400: no clamp hides it, and its gradient is
-    there."""
-    parts = Parts.draw("full_forward_kl", dtype, rows=5, size=3, padding=0, width=3)
+    """Each gives nearly everything to a token to which the other gives e^-400: no clamp hides it, and its gradient is there."""
+    parts = Parts.draw("full_forward_kl", dtype)
     term = parts.policy_loss.terms.further[0]
     logits, theirs = torch.tensor([[0.0, 400.0, 3.0]] * 2), torch.tensor([[400.0, 0.0, 3.0]] * 2)
     states = TeacherStates(slots=torch.arange(2), states=theirs.to(dtype))
@@ -180,12 +123,12 @@ def test_far_apart_they_are_as_far_as_they_are(impl, dtype):
     nothing = dict.fromkeys(("weights", "old_logprobs", "advantages"), zeros)
     fields = replace(parts.policy_loss.fields, teacher_hidden=states, mask=both, **nothing)
     own = TermFields(mask=both, weights=torch.tensor([1.0, 2.0]))
-    fields = replace(fields, targets=torch.zeros(2, dtype=torch.int64), terms={"rl": TermFields(mask=~both), "t": own})
+    fields = replace(fields, targets=torch.zeros(2, dtype=torch.int64), terms={"rl": TermFields(mask=~both), "t0": own})
     eye = torch.eye(3, dtype=dtype)
     for kind, value, sign in (("full_forward_kl", 400.0, 1.0), ("full_reverse_kl", 400.0, 0.0)):
         terms = replace(parts.policy_loss.terms, further=(replace(term, kind=kind, weight=1.0),), grad_divisor=1.0)
         policy_loss = PolicyLoss(terms, fields)
-        near = replace(parts, hidden=logits.to(dtype), weight=eye, teacher_weight=eye, policy_loss=policy_loss)
+        near = Parts(logits.to(dtype), eye, eye, policy_loss, 3)
         out, of_hidden, _ = run(moved(near, DEVICE), Head(impl=impl), temperature=1.0)
         assert (out.term_losses.cpu() - value).abs().max() <= 1e-4
         wanted = 3 * sign * torch.tensor([[-1.0, 1.0, 0.0], [-2.0, 2.0, 0.0]], dtype=dtype)
@@ -197,7 +140,7 @@ def test_far_apart_they_are_as_far_as_they_are(impl, dtype):
 def test_a_micro_batch_without_a_token_of_the_term_is_one_of_the_rest(impl, dtype):
     parts = Parts.draw("full_jsd", dtype)
     fields = parts.policy_loss.fields
-    nobody = replace(fields.terms["t"], mask=torch.zeros_like(fields.mask), weights=torch.zeros_like(fields.weights))
+    nobody = replace(fields.terms["t0"], mask=torch.zeros_like(fields.mask), weights=torch.zeros_like(fields.weights))
     empty = TeacherStates(slots=torch.zeros_like(fields.teacher_hidden.slots), states=torch.zeros(0, 1, dtype=dtype))
     fields = replace(fields, terms={**fields.terms, "t": nobody}, teacher_hidden=empty)
     without = replace(parts.policy_loss.terms, further=parts.policy_loss.terms.further[1:])
@@ -213,15 +156,10 @@ def test_a_micro_batch_without_a_token_of_the_term_is_one_of_the_rest(impl, dtyp
 def test_without_gradient_the_loss_is_the_same():
     parts = Parts.draw("full_reverse_kl", torch.float64)
     vocabulary = Vocabulary.of(len(parts.weight), temperature=0.7, vocab_size=parts.size)
-    found = policy_gradient_head_loss(
-        parts.hidden,
-        parts.weight,
-        parts.policy_loss,
-        vocabulary,
-        Head(impl="torch"),
-        teacher_weight=parts.teacher_weight,
-    )
-    assert scalar_error(float(found.loss), parts.expected(0.7)[0], 10.0) <= 1e-12
+    tables, options = (parts.hidden, parts.weight), {"teacher_weight": parts.teacher_weight}
+    found = policy_gradient_head_loss(*tables, parts.policy_loss, vocabulary, Head(impl="torch"), **options)
+    wanted, *_ = run(parts, Head(impl="torch"))
+    assert tensor_error(found.loss, wanted.loss.detach()) <= 1e-13
 
 
 def test_the_teachers_logits_take_half_of_the_memory(monkeypatch):
@@ -292,22 +230,22 @@ def test_a_mixture_that_the_kind_does_not_have_is_refused(kind, mixture):
 
 @pytest.mark.parametrize(("impl", "dtype"), IMPLS)
 def test_a_number_that_is_none_stays_visible_at_a_weight_of_zero(impl, dtype):
-    parts = Parts.draw("full_reverse_kl", dtype, has_own_tokens=False)
+    parts = Parts.draw("full_reverse_kl", dtype, is_shared=True)
     fields = parts.policy_loss.fields
-    own = replace(fields.terms["t"], weights=fields.terms["t"].weights.clone())
-    own.weights[2], fields.teacher_hidden.states[2, 3] = 0.0, torch.nan
-    fields = replace(fields, terms={"t": own})
+    own = replace(fields.terms["t0"], weights=fields.terms["t0"].weights.clone())
+    own.weights[1], fields.teacher_hidden.states[1, 3] = 0.0, torch.nan
+    fields = replace(fields, terms={"t0": own})
     moved_parts = moved(replace(parts, policy_loss=replace(parts.policy_loss, fields=fields)), DEVICE)
     out, of_hidden, _ = run(moved_parts, Head(impl=impl))
     assert out.loss.isnan()
-    assert of_hidden[2].isnan().all()
+    assert of_hidden[1].isnan().all()
 
 
 def test_beside_an_objective_with_a_row_the_rest_is_one_launch(monkeypatch):
     """Of every chunk: the surrogate kernel has been asked, and torch has not."""
     from megatron_pg.kernels.triton import surrogate as triton_surrogate
 
-    parts, calls = Parts.draw("full_reverse_kl", torch.float32, has_own_tokens=False), []
+    parts, calls = Parts.draw("full_reverse_kl", torch.float32, is_shared=True), []
     surrogate = triton_surrogate.surrogate_and_slopes
     monkeypatch.setattr(triton_surrogate, "surrogate_and_slopes", lambda *given: calls.append(1) or surrogate(*given))
     run(moved(parts, DEVICE), Head(impl="triton"))

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from topk_parts import NAMES, Parts
+from reader_cases import TOPK as NAMES
+from reader_cases import ReaderCase
 
 from megatron_pg.kernels import Vocabulary, topk
 from megatron_pg.kernels.losses import reader_of
@@ -112,13 +113,13 @@ def test_distributions_and_coefficients_are_those_of_torch(ranks, size, width, e
 def test_the_loss_and_its_slopes_are_those_of_torch(kind, size, width):
     """With tails of 0, which the floor raises, and a student's of 1e-9; NaN where a row is nobody's."""
     torch.manual_seed(width)
-    parts = Parts.draw(8, size, width, kind, NAMES[width % len(NAMES)])
-    loss, vocabulary = parts.policy_loss, Vocabulary.of(size)
-    parts.fields.teacher_topk.tails[0] = 0.0
+    case = ReaderCase.draw(kind, size, NAMES[width % len(NAMES)], rows=8, width=width)
+    loss, vocabulary = case.policy_loss, Vocabulary.of(size)
+    loss.fields.teacher_topk.tails[0] = 0.0
     logits = 2 * torch.randn(8, size, dtype=torch.float64)
-    mask, ids = parts.fields.mask, loss.topk_ids
+    mask, ids = loss.fields.mask, loss.topk_ids
     logits[1, ids[1].clamp(min=0).long()] += 25.0
-    targets = torch.where(mask, parts.fields.targets, 0)
+    targets = torch.where(mask, loss.fields.targets, 0)
     rows = read(logits, reader_of("torch", vocabulary, targets, ids))[:-1]
     outputs = [torch.where(mask if each.dim() == 1 else mask[:, None], each, 0) for each in rows]
     theirs = [each.clone().requires_grad_() for each in outputs]
@@ -131,42 +132,3 @@ def test_the_loss_and_its_slopes_are_those_of_torch(kind, size, width):
     gradients = [torch.autograd.grad(each.loss, by) for each, by in ((found, ours), (expected, theirs))]
     for mine, wanted in zip(*gradients, strict=True):
         assert error(mine, wanted) <= SINGLE
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize(("size", "width"), [(12, 12), (11, 4), (90, 33)])
-def test_the_gradient_of_every_shard_is_that_of_the_whole(ranks, size, width):
-    """Each rank's statistics and gradient by kernels from its own columns; NaN is in one row, which is NaN
-    everywhere."""
-    torch.manual_seed(ranks + width)
-    logits, targets, mask, ids = rows_with_edges(size, width)
-    logits[6] = math.nan
-    logits, columns = logits.float(), -(-size // ranks)
-    own = vocabularies(columns, ranks, size)
-    padded = torch.nn.functional.pad(logits, (0, columns * ranks - size), value=50.0)
-    slices = [z.contiguous().to(DEVICE) for z in padded.chunk(ranks, dim=1)]
-    there = [each.to(DEVICE) for each in (targets, mask, ids)]
-    readers = [reader_of("triton", v, there[0], there[2], there[1]) for v in own]
-    shares = torch.stack([reader.statistics(z, ALL) for z, reader in zip(slices, readers, strict=True)])
-    rows = topk_rows.combine(shares, *there, own[0])
-    has_tail = (ids >= 0).sum(dim=1) < size
-    by_logprob, by_entropy, by_head, by_tail = (torch.randn(shape) for shape in (8, 8, ids.shape, 8))
-    by_head, by_tail = by_head * (ids >= 0), by_tail * has_tail  # 0 by what is not there
-    given = [*(s.to(DEVICE) for s in (by_logprob, by_entropy)), *(s.double().to(DEVICE) for s in (by_head, by_tail))]
-    gradients = [torch.full_like(z, math.nan) for z in slices]
-    for z, gradient, reader in zip(slices, gradients, readers, strict=True):
-        reader.write_gradient(z, gradient, ALL, rows, given)
-    found = torch.cat(gradients, dim=1).cpu()
-    assert not found[:, size:].any()
-    leaf = torch.where(mask[:, None], logits, 0).double().requires_grad_()
-    outputs = read(leaf, reader_of("torch", Vocabulary.of(size, temperature=0.75), targets, ids))
-    head = torch.where((ids >= 0) & mask[:, None], outputs[2], 0)
-    tail = torch.where(has_tail, outputs[3], 0)
-    terms = [by_logprob * outputs[0], by_entropy * outputs[1], by_tail * tail]
-    total = torch.stack([torch.where(mask, each, 0) for each in terms]).sum()
-    total = total + (by_head * head).sum()
-    (expected,) = torch.autograd.grad(total, leaf)
-    for t in range(6 if width < size else 5):  # then the fifth has a target that is none
-        assert error(found[t, :size], expected[t]) <= 16 * SINGLE, t
-    assert not found[6].any()
-    assert found[7, :size].isnan().all()

@@ -61,7 +61,10 @@ def test_a_users_objective_equals_ours_when_it_is_ours(tmp_path, monkeypatch):
             "return -tokens.ratios * tokens.advantages / tokens.advantages",
             "not finite for ordinary log-probabilities and",
         ),
-        ("return tokens.logprobs, tokens.ratios", "fails on six tokens: TypeError: it returns a tuple that is no pair"),
+        (
+            "return tokens.logprobs, tokens.ratios",
+            "fails on six tokens: TypeError: it returns a tuple that is not a pair",
+        ),
         ("return tokens.logprobs, {'a': 0.5}", "reports 'a' with a float for 6 tokens"),
         ("return tokens.logprobs, {'a': tokens.ratios.mean()}", "reports 'a' with shape () for 6 tokens"),
         (

@@ -1,0 +1,176 @@
+"""Every reader from stored logits and from a head's chunks, by every implementation, against one loss written out in float64."""
+
+import math
+import threading
+
+import pytest
+import threads
+import torch
+from compare import scalar_error, tensor_error
+from reader_cases import FULL, READERS, TOPK, ReaderCase
+
+from megatron_pg.kernels import Vocabulary, policy_gradient_loss
+from megatron_pg.kernels.triton import sampling_masks, surrogate, teacher, topk, topk_loss, topk_rows, vocab_parallel
+from megatron_pg.lm_head import Head, policy_gradient_head_loss, products
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+TEMPERATURE, SCALE, WIDTH = 0.8, 3.0, 16
+IMPLS = [("torch", torch.float64), ("torch", torch.float32), ("triton", torch.float32)]
+SOURCES = ("stored", "inplace", "forward", "recompute")
+LIMITS = {  # of stored logits and of heads, whose products are rounded too
+    ("stored", torch.float64): 1e-12,
+    ("stored", torch.float32): 2e-6,
+    ("head", torch.float64): 1e-12,
+    ("head", torch.float32): 1e-5,
+}
+
+pytestmark = [  # of Triton's interpreter, which computes in NumPy
+]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Chunks of one kind of row alone, and without the objective's."""
+    monkeypatch.setattr(products, "chunk_rows", lambda *_: 3)
+    monkeypatch.setattr(products, "block_rows", lambda *_: 6)
+
+
+def draw(case: ReaderCase, padding: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Hidden states with NaN where nothing is trained, the weight, and the teacher's; padding has likely logits."""
+    rows, columns = len(case.policy_loss.fields.mask), case.size + padding
+    hidden, weight = torch.randn(rows, WIDTH).to(dtype), torch.randn(columns, WIDTH).to(dtype) * WIDTH**-0.5
+    hidden[0] *= 10 if case.policy_loss.fields.teacher_hidden is not None else 1  # probabilities that are 0 in float32
+    hidden[~case.policy_loss.fields.mask] = math.nan
+    return hidden, 2 * weight, torch.randn(columns, 12).to(dtype) * 12**-0.5
+
+
+def stored_logits(case: ReaderCase, tables: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Padding has likely logits."""
+    logits = tables[0] @ tables[1].t()
+    logits[:, case.size :] = 50.0
+    return logits
+
+
+def run(case: ReaderCase, source: str, impl: str, tables: tuple[torch.Tensor, ...], group=None, rank: int = 0) -> tuple:
+    """The result at an upstream gradient of `SCALE`, and the gradients by hidden states and weight, or by logits and None."""
+    ranks = 1 if group is None else group.size()
+    hidden, weight, teacher_weight = tables[0], *(each.chunk(ranks)[rank] for each in tables[1:])
+    vocabulary = Vocabulary.of(len(weight), temperature=TEMPERATURE, vocab_size=case.size, tp_group=group)
+    if source in ("stored", "inplace"):
+        logits = stored_logits(case, tables).chunk(ranks, dim=1)[rank]
+        leaf = logits.clone().requires_grad_()
+        stored = leaf * 1
+        out = policy_gradient_loss(
+            stored, case.policy_loss, vocabulary, impl=impl, inplace=source == "inplace", grad_scale=SCALE, entropy=True
+        )
+        if source == "stored":
+            assert torch.equal(stored.detach().nan_to_num(7.0), logits.nan_to_num(7.0))
+        (SCALE * out.loss).backward()
+        return out, leaf.grad, None
+    leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
+    given = {"grad_scale": SCALE, "entropy": True, "teacher_weight": teacher_weight}
+    out = policy_gradient_head_loss(*leaves, case.policy_loss, vocabulary, Head(mode=source, impl=impl), **given)
+    (SCALE * out.loss).backward()
+    return out, *(leaf.grad for leaf in leaves)
+
+
+def check(case: ReaderCase, source: str, results: list[tuple], tables: tuple[torch.Tensor, ...]) -> None:
+    """Loss, log-probabilities and gradients of all ranks against autograd in float64."""
+    mask, is_stored = case.policy_loss.fields.mask.cpu(), source in ("stored", "inplace")
+    hidden, weight, teacher_weight = (each.cpu().double() for each in tables)
+    hidden = torch.where(mask[:, None], hidden, 0)
+    logits = stored_logits(case, tables).cpu().double() if is_stored else hidden @ weight.t()
+    leaf = logits.requires_grad_()
+    states = case.on("cpu").policy_loss.fields.teacher_hidden
+    teacher_logits = None if states is None else states.states.double() @ teacher_weight.t()
+    loss = case.on("cpu").expected(leaf, TEMPERATURE, teacher_logits)
+    loss.backward()
+    gradient = torch.where(mask[:, None], leaf.grad, 0) * SCALE / case.policy_loss.terms.grad_divisor
+    limit = LIMITS["stored" if is_stored else "head", tables[0].dtype]
+    limit *= 2 if is_stored and case.policy_loss.terms.reads_topk else 1
+    logprobs = case.on("cpu").logprobs(leaf.detach(), TEMPERATURE)
+    for out, of_first, _ in results:
+        assert torch.equal(out.loss, results[0][0].loss), "ranks have different bits"
+        assert torch.equal(out.logprobs, results[0][0].logprobs)
+        assert scalar_error(float(out.loss.detach()), float(loss.detach()), 10.0) <= limit
+        assert tensor_error(out.logprobs.cpu(), logprobs) <= limit
+        if not is_stored:
+            assert tensor_error(of_first.cpu(), gradient @ weight) <= limit
+    if is_stored:
+        found = torch.cat([each[1] for each in results], dim=1).cpu()
+        assert tensor_error(found, gradient) <= limit
+        assert not found[:, case.size :].any()
+        assert not found[~mask].any()
+    else:
+        assert tensor_error(torch.cat([each[2] for each in results]).cpu(), gradient.t() @ hidden) <= limit
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("impl", "dtype"), IMPLS)
+@pytest.mark.parametrize("reader", READERS)
+def test_loss_and_gradients_are_those_of_the_definition(reader, impl, dtype, source, full):
+    if (source in ("stored", "inplace") and reader in FULL) or (source == "inplace" and impl == "torch"):
+        pytest.skip("no such path")
+    wide = 5003 if reader in FULL and impl == "triton" and source == "forward" else 700  # more than one group of tiles
+    for size, is_shared in [(9, True), (wide, False), *([(40, True), (40, False), (5003, False)] if full else [])]:
+        torch.manual_seed(size)
+        others = (TOPK[size % len(TOPK)],) if reader in TOPK and not is_shared else ()
+        width = size if is_shared else 5
+        case = ReaderCase.draw(reader, size, *others, width=width, is_shared=is_shared)
+        tables = tuple(each.to(DEVICE) for each in draw(case, 1 + size % 5, dtype))
+        case = case.on(DEVICE, dtype)
+        check(case, source, [run(case, source, impl, tables)], tables)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("reader", [each for each in READERS if each not in FULL])
+def test_a_gradient_of_half_precision_is_rounded_once(reader, inplace, dtype):
+    torch.manual_seed(6)
+    case = ReaderCase.draw(reader, 37)
+    tables = tuple(each.to(DEVICE) for each in draw(case, 3, dtype))
+    logits = stored_logits(case, tables)
+    _, gradient, _ = run(case.on(DEVICE), "inplace" if inplace else "stored", "triton", tables)
+    leaf = logits.cpu().double().requires_grad_()
+    case.expected(leaf, TEMPERATURE).backward()
+    wanted = torch.where(case.policy_loss.fields.mask[:, None], leaf.grad, 0) * SCALE / 2
+    half = torch.finfo(dtype).eps / 2 + 2.0**-16 * (dtype == torch.bfloat16)  # the interpreter cuts bfloat16 off
+    bound = wanted.abs() * 2 * half + 1e-6 + torch.finfo(dtype).tiny
+    assert ((gradient.cpu().double() - wanted).abs() <= bound).all()
+
+
+@pytest.mark.skipif(CUDA, reason="ranks are threads of one process")
+@pytest.mark.parametrize("source", ["stored", "forward", "recompute"])
+@pytest.mark.parametrize(("impl", "dtype", "ranks"), [(*IMPLS[0], 3), (*IMPLS[2], 2)])
+@pytest.mark.parametrize("reader", READERS)
+def test_the_vocabulary_may_be_split_over_ranks(reader, impl, dtype, ranks, source, monkeypatch):
+    """Of three ranks the last one has padding alone."""
+    if source == "stored" and reader in FULL:
+        pytest.skip("no such path")
+    lock = threading.Lock()  # the interpreter runs one kernel at a time
+    for module in (sampling_masks, surrogate, teacher, topk, topk_loss, topk_rows, vocab_parallel):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, OneAtATime(getattr(module, name), lock))
+    case = ReaderCase.draw(reader, 30)
+    tables = draw(case, 18, dtype)
+    case = case.on("cpu", dtype)
+
+    def work(rank: int) -> tuple:
+        return run(case, source, impl, tables, threads.subgroup(lambda _: 0, ranks, rank), rank)
+
+    check(case, source, threads.run(ranks, work), tables)
+
+
+class OneAtATime:
+    """A kernel that waits for the others."""
+
+    def __init__(self, kernel: object, lock: threading.Lock):
+        self._kernel, self._lock = kernel, lock
+
+    def __getitem__(self, grid: tuple[int]):
+        def launch(*arguments: object, **options: object) -> None:
+            with self._lock:
+                self._kernel[grid](*arguments, **options)
+
+        return launch
