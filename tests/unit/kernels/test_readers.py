@@ -25,9 +25,6 @@ LIMITS = {  # of stored logits and of heads, whose products are rounded too
     ("head", torch.float32): 1e-5,
 }
 
-pytestmark = [  # of Triton's interpreter, which computes in NumPy
-]
-
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
