@@ -120,7 +120,7 @@ def test_samples_that_are_sampled_again_stay_in_a_copy(tmp_path):
     run_folder.continue_rollouts(path, 3).close()
     assert [sample.step for sample in read_rollouts(path)] == [0, 1, 2]
     assert (tmp_path / "rollouts.jsonl.1").read_bytes() == before
-    for _ in range(2):  # a fresh start, and one behind it that finds nothing
+    for _ in range(2):  # a fresh start, and a second one that finds nothing
         run_folder.continue_rollouts(path, 0).close()
     assert len(read_rollouts(tmp_path / "rollouts.jsonl.2")) == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rollouts.jsonl", "rollouts.jsonl.1", "rollouts.jsonl.2"]
