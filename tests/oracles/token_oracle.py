@@ -337,7 +337,7 @@ def correction(
     if name == "none":
         return ones, all_kept
     if name == "opsm":
-        # 2512.02556 means by pi_old what the inference engine reports: rollout; old stands in where there is none.
+        # 2512.02556 means by pi_old what the inference engine reports: rollout; old if there is no rollout.
         # kappa is by token: the document's divergence, the token's own advantage.
         sampled = tokens.old if tokens.rollout is None else tokens.rollout
         strays = (sampled - tokens.new).mean() > high

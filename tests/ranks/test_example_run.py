@@ -137,7 +137,7 @@ def test_on_the_policy_that_sampled_with_top_p_the_ratio_is_1(kept, full):
     found = {run.name: records(run / "metrics.jsonl") for run in kept.iterdir()}
     assert len(found) == (6 if full else 3)
     for name, steps in found.items():
-        for step in steps[1:]:  # behind the warm-up each batch is trained once
+        for step in steps[1:]:  # after the warm-up each batch is trained once
             assert step["num_tokens_masked"] == 0
             assert abs(step["ratio_new_old"] - 1) <= 2e-5, name
             assert step["mean_abs_log_ratio"] <= 2e-5, name

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 SILENCE = timedelta(seconds=8)  # that a stopped rank is waited for: --distributed-timeout-minutes of a real job
 PATIENCE = timedelta(minutes=15)  # for every other wait, and before the fault: a loaded machine is slow
-LOST_STEP, STEPS = 2, 4  # the fault is in the second step, or behind it
+LOST_STEP, STEPS = 2, 4  # the fault is in the second step, or after it
 
 STARTUP = ("arguments", "model", "data", "barrier")  # points of `lost_in_pretrain` before the first step
 
