@@ -69,7 +69,7 @@ class Vocabulary:
         return torch.where(owned, local, 0), owned
 
     def defined(self, values: Tensor, targets: Tensor) -> Tensor:
-        """The values [T], NaN where the target is no token of the vocabulary."""
+        """The values [T], NaN where the target is not in the vocabulary."""
         return torch.where((targets >= 0) & (targets < self.size), values, torch.nan)
 
     def hide_padding(self, logits: Tensor) -> Tensor:

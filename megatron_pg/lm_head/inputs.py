@@ -76,7 +76,7 @@ def check_for_scaled_exp(weight: Tensor, policy_loss: PolicyLoss, impl: str, *, 
     """
     reads = {
         "an entropy": entropy or policy_loss.terms.reads_entropy,
-        "probabilities of the teacher's likeliest tokens": policy_loss.topk_ids is not None,
+        "probabilities of the teacher's top-k tokens": policy_loss.topk_ids is not None,
         "the distribution of a teacher": policy_loss.terms.whole_form is not None,
         "log-probabilities over a sampling mask": policy_loss.fields.sampling_mask is not None,
     }

@@ -31,7 +31,7 @@ class TeacherHead:
         """From `PATH`, a file whose tensor is called `weight`, or `PATH:NAME`.
 
         Raises:
-            ValueError: there is no such file or tensor, or it is no matrix of numbers.
+            ValueError: there is no such file or tensor, or it is not a matrix of numbers.
         """
         path, colon, name = given.rpartition(":")
         path, name = (path, name) if colon else (given, "weight")
@@ -46,7 +46,7 @@ class TeacherHead:
         ) as error:  # any failure gets the one message below
             reason = getattr(error, "strerror", None) or error
             raise ValueError(
-                f"--pg-teacher-head {given} is no safetensors file with a matrix {name} [V, H] in BF16, F16 or F32 "
+                f"--pg-teacher-head {given} is not a safetensors file with a matrix {name} [V, H] in BF16, F16 or F32 "
                 f"({reason}), so the teacher "
                 "would have no logits. Give PATH:NAME of its output layer; of a model in several files that one "
                 "which holds it."

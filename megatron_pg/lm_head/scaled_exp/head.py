@@ -104,5 +104,5 @@ class ScaledExp:
 
 def logprobs_of(sums: Tensor) -> Tensor:
     """log π(y) of S, to the last bits near 0 too."""
-    far = sums.log() + HEADROOM * math.log(2)  # where 1 is no part of 1 + 2^60 S
+    far = sums.log() + HEADROOM * math.log(2)  # where 1 + 2^60 S rounds to 2^60 S
     return -torch.where(sums < 1, torch.log1p(sums * 2.0**HEADROOM), far)

@@ -100,7 +100,7 @@ class Case:
 
     @property
     def settings(self) -> Settings:
-        """Every row is a rollout of its own."""
+        """Every row is its own rollout."""
         kl = [Term("kl", "kl", BETA, self.kl_mode, on="rl", estimator=self.kl)] if self.kl else []
         return Settings(
             objective=self.objective,
