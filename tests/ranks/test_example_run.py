@@ -280,6 +280,6 @@ def test_a_sampler_of_two_stages_has_the_float32_logits_of_the_loss(of_two_stage
 
 
 def test_ranks_that_share_their_experts_sample_for_the_same_number_of_tokens(of_shared_experts):
-    """Without it the ranks wait for each other for ever: one has a response that the other's prompts do not need."""
+    """Without it the ranks wait for each other without end: one has a response that the other's prompts do not need."""
     assert steps_of(of_shared_experts)[0]["mean_abs_log_ratio"] < 1e-6
     assert steps_of(of_shared_experts)[1]["exact_match"] >= 0

@@ -61,7 +61,7 @@ def lose(kind: str) -> None:
 def wait_no_longer_than(silence: timedelta) -> None:
     """In every group. A peer that is only slow is then taken for a stopped one, which is the same error.
 
-    Between stages a group's first timeout holds for ever, so that it is given to every wait, and is longer: the other
+    Between stages a group's first timeout never changes. So every wait gets one, which is longer: the other
     collectives end by their group's.
     """
     for group in list(distributed_c10d._world.pg_map):
