@@ -284,7 +284,7 @@ def test_validate_tries_an_objective_of_the_users_own(call, tmp_path, monkeypatc
     words = ["validate", "--pg-custom-objective-path", "cli_objectives:sequences", "--pg-fused-head"]
     code, _, err = call(*words)
     assert code == 2
-    assert "[E55] --pg-fused-head forward makes" in err
+    assert "[E55] --pg-fused-head forward computes" in err
     assert call(*words, "recompute")[0] == 0
 
 
