@@ -1,4 +1,4 @@
-"""Exactly normalised policy-gradient losses for Megatron-LM.
+"""Exactly normalized policy-gradient losses for Megatron-LM.
 
 Names are imported when they are first used: reading flags needs neither torch nor Megatron, and only
 `PolicyGradientStep` and `megatron_pg.pretrain` need Megatron.

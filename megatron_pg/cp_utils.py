@@ -274,7 +274,7 @@ def _layout_length(length: int, qkv_format: str, max_seq_len: int | None) -> int
 
 
 def _denominators(loss_masks: Sequence[Tensor], given: dict[str, Any]) -> list[float] | list[Tensor]:
-    """One per sample, by the normaliser that is given."""
+    """One denominator per sample, by the given normalizer."""
     if len(given) > 1:
         raise ValueError(f"choose one normalizer, got {', '.join(given)}")
     if not given:

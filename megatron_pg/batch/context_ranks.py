@@ -125,7 +125,7 @@ class _Grid:
         return tokens + padded_length(self._lengths[i], size) <= size * self._max_tokens
 
     def _place(self, i: int, size: int) -> bool:
-        """Place a document on the least loaded run of that many ranks with room; False if there is none."""
+        """Place a document on the least loaded run of that many ranks with room; False if no run has room."""
         loads = self._loads
         runs = [ContextRanks(first, size) for first in range(0, len(loads), size)]
         for ranks in sorted(runs, key=lambda ranks: max(loads[rank] for rank in ranks)):

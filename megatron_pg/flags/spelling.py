@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Collection
 
-# What a flag is called elsewhere or by its meaning, behind --pg-.
+# What a flag is called elsewhere or by its meaning, after --pg-.
 NAMES: dict[str, tuple[str, ...]] = {
     "--loss-aggregation": ("aggregation", "agg", "agg-mode", "loss-agg-mode", "reduction", "loss-reduction"),
     "--loss-aggregation-divisor": ("divisor", "loss-divisor", "aggregation-divisor", "loss-scale-factor"),

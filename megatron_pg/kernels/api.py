@@ -46,8 +46,8 @@ def grpo_loss(
     would make the host wait, it makes the loss and its whole row of the gradient NaN. Tokens are left out by `mask`, or
     by a weight of 0.
 
-    Computed in float32 (float64 for float64 logits). Masked tokens are selected away before any exp: whatever their
-    fields hold reaches neither loss nor gradient. A value that is not finite at a trained token stays visible.
+    Computed in float32 (float64 for float64 logits). Masked tokens are replaced before any exp: their fields
+    change neither loss nor gradient. A value that is not finite at a trained token stays visible.
 
     Args:
         logits: [T, V / tp] this tensor-parallel rank's slice of the vocabulary.
@@ -115,8 +115,8 @@ def policy_gradient_loss(  # noqa: D417
     check_loss(logits, policy_loss, grad_scale)
     if policy_loss.terms.whole_form is not None:
         raise ValueError(
-            "a loss over the whole vocabulary of a teacher needs its logits beside the model's, which only the fused "
-            "head makes. Use lm_head.policy_gradient_head_loss (--pg-fused-head forward)."
+            "a loss over the whole vocabulary of a teacher needs the teacher's logits, which only the fused head "
+            "computes. Use lm_head.policy_gradient_head_loss (--pg-fused-head forward)."
         )
     if impl == "torch":
         if inplace:

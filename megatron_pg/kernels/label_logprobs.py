@@ -14,12 +14,15 @@ from megatron_pg.kernels.vocabulary import Vocabulary
 def label_logprobs(
     logits: Tensor, targets: Tensor, vocabulary: Vocabulary, *, impl: str, restriction: Restriction | None = None
 ) -> tuple[Tensor, Tensor]:
-    """[T] log-probabilities of the targets and [T] entropies, nats, differentiable and equal on every tensor-parallel rank.
+    """Log-probabilities of the targets and entropies, [T] each in nats, differentiable.
+
+    Both are equal on every tensor-parallel rank.
 
     Args:
         logits: [T, V / tp]. The Triton kernels write the gradient over them, where nothing else has saved them.
         targets: [T] int64 global token ids; one outside the vocabulary gives NaN.
-        vocabulary: the columns of the logits, their padding, tau, and the tensor-parallel group, every rank of which must call.
+        vocabulary: the columns of the logits, their padding, tau, and the tensor-parallel group; every rank of it must
+            call.
         impl: "triton" or "torch".
         restriction: of the rows, to what could be sampled; None: the distributions are over the whole vocabulary.
 

@@ -29,10 +29,13 @@ class RowStatistics(NamedTuple):
 
 
 def statistics(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """[T, 4] of this rank's columns: m, S, U = sum (z/tau - m) e^(z/tau - m), and z/tau of the target, 0 if not owned."""
+    """[T, 4] of this rank's columns: m, S, U, and z/tau of the target, 0 if another rank owns it.
+
+    U = sum (z/tau - m) e^(z/tau - m)
+    """
     scaled = compute_dtype(logits) / vocabulary.temperature
     local, owned = vocabulary.owned(targets)
-    # where, not a product: the target of another rank is none of this slice's business, NaN included
+    # where, not a product: a NaN of another rank's target must not enter here
     target = torch.where(owned, scaled.gather(1, local[:, None])[:, 0], 0)
     return torch.cat([moments(scaled), target[:, None]], dim=1)
 
@@ -68,7 +71,9 @@ def gradient(
 ) -> Tensor:
     """[T, V / tp] gradient of the logits, in the dtype that is computed in; no collective.
 
-    dz_j = (a (delta_j - p_j) - e p_j (log p_j + H)) / tau,    a, e the upstream gradients of log-probability and entropy
+        dz_j = (a (delta_j - p_j) - e p_j (log p_j + H)) / tau
+
+    with a and e the upstream gradients of log-probability and entropy.
     """
     local, owned = vocabulary.owned(targets)
     grad_logprobs = vocabulary.defined(grad_logprobs, targets)  # where the log-probability is NaN, so is the gradient
@@ -82,18 +87,20 @@ def gradient(
 
 
 def compute_dtype(logits: Tensor) -> Tensor:
-    """The logits in what is computed in: float32, or float64 for float64."""
+    """The logits in the compute dtype: float32, or float64 for float64."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def check_logits(logits: Tensor, targets: Tensor) -> None:
-    """Refuse shapes and dtypes that no log-probability can be made of."""
+    """Raise ValueError for invalid shapes and dtypes."""
     if logits.dim() != 2 or not logits.dtype.is_floating_point:
         raise ValueError(
-            f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}, not [T, V / tp] floating point. Flatten them."
+            f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}, not [T, V / tp] floating point. "
+            "Flatten them."
         )
     if targets.shape != logits.shape[:1] or targets.dtype != torch.int64:
         raise ValueError(
-            f"targets have shape {tuple(targets.shape)} and dtype {targets.dtype}, the logits need {tuple(logits.shape[:1])} "
+            f"targets have shape {tuple(targets.shape)} and dtype {targets.dtype}, the logits need "
+            f"{tuple(logits.shape[:1])} "
             "int64, so tokens and logits would not align. Give one token id per row."
         )

@@ -1,7 +1,7 @@
 """Readers turn rows of logits into statistics, and the derivatives of a loss into the gradient of the logits.
 
-There is one reader for each kind of distribution and implementation. All of them read stored logits (`read`) and the chunks of
-logits that a fused head makes.
+There is one reader for each kind of distribution and implementation. All of them read stored logits (`read`) and the
+chunks of logits that a fused head makes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,7 +56,7 @@ class Reader(Generic[R]):
         raise NotImplementedError
 
     def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> R:
-        """The statistics of the whole vocabulary from those of every rank [tp, c, k]."""
+        """The statistics of the whole vocabulary, from the shares [tp, c, k] of every rank."""
         raise NotImplementedError
 
     def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: R, slopes: Slopes) -> None:
@@ -100,7 +100,10 @@ def filled(slopes: Slopes, rows: Statistics) -> tuple[Tensor, ...]:
 
 
 def read(logits: Tensor, reader: Reader, *, inplace: bool = False) -> tuple[Tensor, ...]:
-    """`outputs` of the reader's statistics, differentiable, then `totals`. With `inplace` the backward overwrites the logits."""
+    """`outputs` of the reader's statistics, differentiable, then `totals`.
+
+    With `inplace` the backward overwrites the logits.
+    """
     may_hide = inplace and torch.is_grad_enabled() and logits.requires_grad
     return _Read.apply(logits, reader, inplace, may_hide)
 

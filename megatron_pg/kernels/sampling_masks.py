@@ -1,9 +1,10 @@
-"""Vocabulary-parallel logits to distributions over what could have been sampled: softmax(z / tau) over a row's sampling mask S.
+"""Vocabulary-parallel logits to distributions over what could be sampled: softmax(z / tau) over a row's mask S.
 
-    log π_S(y) = z_y/tau - log Σ_{j∈S} e^(z_j/tau),     dz_j = (a (δ_jy - q_j) - e q_j (log q_j + H)) / tau in S, 0 outside
+    log π_S(y) = z_y/tau - log Σ_{j∈S} e^(z_j/tau)
+    dz_j = (a (δ_jy - q_j) - e q_j (log q_j + H)) / tau   in S, 0 outside
 
-A row without a sampling mask has the whole vocabulary, so all of `logprobs` holds for every row, over its own columns. Where the
-entropy shall be the whole vocabulary's, the whole rows are read too, and both travel in one exchange.
+A row without a sampling mask has the whole vocabulary, so `logprobs` applies to every row, over its own columns. If the
+entropy is over the whole vocabulary, the whole rows are read too, and one exchange carries both.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from megatron_pg.kernels.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Restriction:
-    """What distributions are over: `sampling_mask` has T rows, and `whole_entropy` says whether the entropy is over all columns."""
+    """The sampling mask of T rows, and whether the entropy is over all columns."""
 
     sampling_mask: SamplingMask
     whole_entropy: bool = True
@@ -33,7 +34,10 @@ class Restriction:
 
 
 class SamplingMaskRowStatistics(NamedTuple):
-    """`RowStatistics` over the sampling mask and over all columns, [T] each; without `whole_entropy` both are over the sampling mask."""
+    """`RowStatistics` over the sampling mask and over all columns, [T] each.
+
+    Without `whole_entropy` both are over the sampling mask.
+    """
 
     logprobs: Tensor
     entropy: Tensor  # of the sampling mask, or of all columns
@@ -69,8 +73,8 @@ def check_restriction(restriction: Restriction | None, targets: Tensor) -> None:
     """Raise ValueError for a restriction of another number of rows."""
     if restriction is not None and restriction.sampling_mask.counts.shape != targets.shape:
         raise ValueError(
-            f"the restriction has {len(restriction.sampling_mask.counts)} rows for {len(targets)} targets. Give one set of ids "
-            "per row; an empty set means the whole vocabulary."
+            f"the restriction has {len(restriction.sampling_mask.counts)} rows for {len(targets)} targets. Give one "
+            "set of ids per row; an empty set means the whole vocabulary."
         )
 
 

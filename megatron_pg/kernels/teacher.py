@@ -3,9 +3,10 @@
     q = softmax(z / τ), p = softmax(y / τ):   forward_kl Σ p log(p/q),   reverse_kl Σ q log(q/p),
     jsd β Σ p log(p/m) + (1 - β) Σ q log(q/m),   m = βp + (1 - β)q
 
-Each tensor-parallel rank reduces its columns to the four numbers of `logprobs` and three further ones: with x = z/τ - m_S and
-u = y/τ - m_T the teacher's m_T and s_T, and the cross moment Σ e^u (u - x), or Σ e^x (x - u) under the reverse. jsd, which needs both
-sums first, takes a second exchange. With g the upstream gradient of the divergence
+Each tensor-parallel rank reduces its columns to the four numbers of `logprobs` and three further ones. With
+x = z/τ - m_S and u = y/τ - m_T they are the teacher's m_T and s_T, and the cross moment Σ e^u (u - x), or under the
+reverse Σ e^x (x - u). jsd needs both sums first, so it takes a second exchange. With g the upstream gradient of the
+divergence
 
     dz_j = g q_j (f_j - Σ q f) / τ,     f_j: -p_j/q_j,   log(q_j/p_j),   (1 - β) log(q_j/m_j)
 """
@@ -31,7 +32,7 @@ class Form(NamedTuple):
 
 
 class TeacherRowStatistics(NamedTuple):
-    """`RowStatistics` of a student with those of its teacher, [T] each."""
+    """Statistics of a student's and a teacher's distribution, [T] each."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -154,5 +155,5 @@ def _logs(
 
 
 def _times(probabilities: Tensor, values: Tensor) -> Tensor:
-    """Their product, 0 where the probability is, however far the value."""
+    """Their product; 0 where the probability is 0."""
     return torch.where(probabilities == 0, 0, probabilities * values)

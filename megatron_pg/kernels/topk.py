@@ -2,9 +2,9 @@
 
     Q_tail = Σ_{j∉S} q_j,   summed directly: 1 - Σ_S q would lose all digits of a small tail
 
-The ids of a row are hidden while its slice of the vocabulary is reduced to four numbers; beside them travel the K logits that were
-hidden, in the same one all-gather. What is left is done on [T, K] in float64. With a_k, b, a, e the upstream gradients of the
-log-probabilities of the ids, of the tail and of the target, and of the entropy, and C = -(Σ a_k + b + a):
+The ids of a row are hidden while its slice of the vocabulary is reduced to four numbers. The K hidden logits are
+exchanged in the same all-gather. The rest is computed on [T, K] in float64. With a_k, b, a, e the upstream gradients of
+the log-probabilities of the ids, of the tail and of the target, and of the entropy, and C = -(Σ a_k + b + a):
 
     dz_j = q_j (C - e (log q_j + H)) + (b / Q_tail) q_j   outside S
     dz_k = q_k (C - e (log q_k + H)) + a_k                 in S,       and a more at the target; all over τ
@@ -23,7 +23,7 @@ from megatron_pg.kernels.vocabulary import Vocabulary
 
 
 class TopKLogprobs(NamedTuple):
-    """What the loss reads of a row's distribution beside its log-probability and entropy, float64."""
+    """The further inputs of a loss over a top-k teacher, float64."""
 
     head: Tensor  # [T, K] log q of the ids, nats, -inf where there is none
     tail: Tensor  # [T] log Q_tail, nats
@@ -38,7 +38,7 @@ class TopKRowStatistics(NamedTuple):
     totals: Tensor  # [T], of `Rows`
     head: Tensor  # [T, K] float64
     tail: Tensor  # [T] float64
-    tail_peaks: Tensor  # [T] m = max z/tau over what is not named
+    tail_peaks: Tensor  # [T] m = max z/tau over the tail
     tail_totals: Tensor  # [T] float64, S = Σ e^(z/tau - m) over it
 
     @property
@@ -48,7 +48,7 @@ class TopKRowStatistics(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """The gradient of the logits: e^x (outside + by_x · x) with x = z/tau - m outside S, `named` in S; float64, over tau."""
+    """The gradient of the logits: e^x (outside + by_x · x), x = z/tau - m, outside S, and `named` in S; float64."""
 
     outside: Tensor  # [T]
     by_x: Tensor  # [T]
@@ -108,8 +108,8 @@ def combine(shares: Tensor, targets: Tensor, ids: Tensor, vocabulary: Vocabulary
     """The ranks' shares [tp, T, 4 + K], in rank order, to the distributions of the whole vocabulary."""
     dtype = shares.dtype
     peaks, totals, moments_, _ = shares[..., :4].double().unbind(dim=2)
-    found = shares[..., 3:].double().sum(dim=0)  # a sum: a maximum would drop NaN
-    target, head = found[:, 0], torch.where(ids >= 0, found[:, 1:], -torch.inf)
+    logits = shares[..., 3:].double().sum(dim=0)  # a sum: a maximum would drop NaN
+    target, head = logits[:, 0], torch.where(ids >= 0, logits[:, 1:], -torch.inf)
     tail_peak = peaks.amax(dim=0)
     offset = peaks - tail_peak
     scale = offset.exp()
@@ -151,17 +151,17 @@ def coefficients(
     head = rows.head.clamp(min=FLOOR)
     named = head.exp() * (common[:, None] - of_entropy[:, None] * (head + entropy[:, None])) + by_head
     named = named + torch.where(ids == targets[:, None], of_target[:, None], 0)
-    found = Coefficients(
+    unscaled = Coefficients(
         outside=factor * (common - of_entropy * (log_factor + entropy)) + of_tail,
         by_x=-factor * of_entropy,
         named=named,
         at_target=of_target,
     )
-    return Coefficients(*(values / vocabulary.temperature for values in found))
+    return Coefficients(*(values / vocabulary.temperature for values in unscaled))
 
 
 def _with(table: Tensor, ids: Tensor, values: Tensor | float, vocabulary: Vocabulary) -> Tensor:
-    """A copy of [T, V / tp] with [T, K] values in the columns of the ids that are here; the others go to a column beside it."""
+    """A copy of [T, V / tp] with [T, K] values in the columns of the ids; ids of other ranks go to a dropped column."""
     local, owned = vocabulary.owned(ids)
     wide = torch.nn.functional.pad(table, (0, 1))
     places = torch.where(owned, local, table.shape[1]).long()

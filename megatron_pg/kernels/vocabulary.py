@@ -9,10 +9,10 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vocabulary:
-    """What turns rows of logits [T, columns] into distributions: softmax(z / tau) over the columns that are no padding."""
+    """Turns rows of logits [T, columns] into distributions: softmax(z / tau) over the columns that are not padding."""
 
     columns: int  # of this rank, the same on every rank
-    size: int  # columns of all ranks that are no padding
+    size: int  # columns of all ranks that are not padding
     temperature: float = 1.0  # tau
     tp_group: ProcessGroup | None = None  # whose ranks share the columns, in rank order; None: they are whole
 
@@ -36,14 +36,14 @@ class Vocabulary:
             )
         if columns < 1:
             raise ValueError(
-                "the vocabulary has 0 columns on this rank, so there is no distribution. Give logits [T, V / tp], or a head's "
-                "weight [V / tp, H], with V / tp >= 1."
+                "the vocabulary has 0 columns on this rank, so there is no distribution. Give logits [T, V / tp], or a "
+                "head's weight [V / tp, H], with V / tp >= 1."
             )
         whole = columns * (1 if tp_group is None else tp_group.size())
         if vocab_size is not None and not 0 < vocab_size <= whole:
             raise ValueError(
-                f"vocab_size={vocab_size} is not in 1 .. {whole}, the columns of all tensor-parallel ranks, so real tokens "
-                "would be taken for padding. Give the tokenizer's size."
+                f"vocab_size={vocab_size} is not in 1 .. {whole}, the columns of all tensor-parallel ranks, so real "
+                "tokens would be taken for padding. Give the tokenizer's size."
             )
         return cls(columns, whole if vocab_size is None else vocab_size, temperature, tp_group)
 
@@ -59,7 +59,7 @@ class Vocabulary:
 
     @property
     def valid(self) -> int:
-        """Columns of this rank that are no padding."""
+        """Columns of this rank that are not padding."""
         return min(max(self.size - self.first, 0), self.columns)
 
     def owned(self, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,7 @@ class Vocabulary:
         return torch.where(owned, local, 0), owned
 
     def defined(self, values: Tensor, targets: Tensor) -> Tensor:
-        """The values [T], NaN where the target is no token of the vocabulary."""
+        """The values [T], NaN where the target is not in the vocabulary."""
         return torch.where((targets >= 0) & (targets < self.size), values, torch.nan)
 
     def hide_padding(self, logits: Tensor) -> Tensor:

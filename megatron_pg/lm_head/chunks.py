@@ -28,8 +28,8 @@ class Chunks:
         rows: [n] which rows of `hidden` they are; None: all.
         vocabulary: what the logits are of.
         impl: "triton" or "torch".
-        detail: of the wanted rows, ids [n, K] whose log-probabilities are wanted too, or the restriction, or the teacher, whose
-            logits take half of the memory.
+        detail: of the wanted rows: ids [n, K] whose log-probabilities are wanted too, or the restriction, or the
+            teacher, whose logits take half of the memory.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Chunks:
         return out
 
     def with_rows(self) -> Iterator[tuple[slice, Tensor, Statistics]]:
-        """Each chunk, its logits, and its statistics; the ranks exchange those of a chunk during the product of the next one."""
+        """Each chunk, its logits and its statistics, which the ranks exchange during the product of the next chunk."""
         waiting: deque[tuple[slice, Tensor, Tensor, Work | None]] = deque()
         for number, chunk in enumerate(self.slices()):
             z = self.logits(chunk, number % len(self.buffers))
@@ -81,7 +81,7 @@ class Chunks:
 
 
 def start_gather(shares: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Work | None]:
-    """[tp, c, …] that will hold every rank's shares [c, …], and what to wait for first."""
+    """[tp, c, …] that will hold every rank's shares [c, …], and the collective to wait for."""
     if vocabulary.ranks == 1:
         return shares[None], None
     gathered = shares.new_empty(vocabulary.ranks, *shares.shape)

@@ -1,4 +1,4 @@
-"""From the gradient of the logits to those of hidden states and weight, which is added up in float32."""
+"""The gradients of hidden states and weight from the gradient of the logits; the weight's is summed in float32."""
 
 import sys
 import warnings
@@ -23,7 +23,7 @@ class HeadGradients:
         rows: [n] the rows of `hidden` that have logits; None: all.
         head: its `main_grad`.
         needed: which of hidden states and weight need a gradient, as autograd has it.
-        parameter: what has Megatron's protocol, where `weight` is what a saved-tensor hook has made of it.
+        parameter: the weight with Megatron's attributes, if a saved-tensor hook made `weight` a copy of it.
     """
 
     def __init__(
@@ -46,8 +46,10 @@ class HeadGradients:
         weight = getattr(self, "_of_weight", None)
         if weight is not None and weight.is_elsewhere and not self._is_finished and not sys.is_finalizing():
             warnings.warn(
-                "main_grad holds the weight gradient of a fused head whose backward never ran: the modes forward and scaled_exp add it in the "
-                "forward. Set main_grad to zero before the next step; call the head under torch.no_grad() where no backward follows.",
+                "main_grad holds the weight gradient of a fused head whose backward never ran: the modes forward and "
+                "scaled_exp add it in the "
+                "forward. Set main_grad to zero before the next step; call the head under torch.no_grad() where no "
+                "backward follows.",
                 stacklevel=1,
             )
 
@@ -57,7 +59,8 @@ class HeadGradients:
         if factor is not None and self._of_weight is not None and self._of_weight.is_elsewhere:
             torch._assert_async(
                 (factor - 1).abs() < UPSTREAM_TOLERANCE,
-                "the loss of the fused head was given another upstream gradient than its grad_scale, for which the weight "
+                "the loss of the fused head was given another upstream gradient than its grad_scale, for which the "
+                "weight "
                 "gradient is already in main_grad, so the step would be wrong. Pass that scale, or use recompute",
             )
             factor = None
@@ -67,7 +70,7 @@ class HeadGradients:
 
 
 class Gradients(HeadGradients):
-    """Takes the gradient of the logits chunk by chunk and makes those of hidden states and weight.
+    """Makes the gradients of hidden states and weight from the gradient of the logits, chunk by chunk.
 
     Args:
         hidden, weight, rows, head, needed, parameter: as in `HeadGradients`; of the head its `backward` too.
@@ -94,11 +97,11 @@ class Gradients(HeadGradients):
         self._start = 0  # of the block that is being filled
 
     def buffer(self, chunk: slice, z: Tensor) -> Tensor:
-        """Where the gradient of a chunk's logits is to be written: over the logits `z` themselves, if it is then split."""
+        """The tensor for the gradient of a chunk's logits: `z` itself if the gradient is split afterwards."""
         return z if self._split else self._parts[0][self._in_block(chunk)]
 
     def take(self, chunk: slice, z: Tensor) -> None:
-        """The chunk's gradient is written; a block that is full is multiplied."""
+        """Take the gradient that was written for the chunk, and multiply a full block."""
         if self._split:
             high, low = (part[self._in_block(chunk)] for part in self._parts)
             high.copy_(z)
@@ -125,7 +128,7 @@ class Gradients(HeadGradients):
 class _WeightGradient:
     """Adds up the weight gradient: in `main_grad` where there is one, with Megatron's protocol if it is Megatron's.
 
-    Megatron-FSDP has a `get_main_grad` in its place, a buffer for one micro-batch, so there the gradient goes through autograd.
+    Megatron-FSDP has `get_main_grad` instead, a buffer for one micro-batch. There the gradient goes through autograd.
     """
 
     def __init__(self, weight: Any, main_grad: Tensor | None):  # Any: Megatron's parameters have more attributes
@@ -138,7 +141,7 @@ class _WeightGradient:
             self.total = torch.zeros_like(weight, dtype=logits_dtype(weight))
 
     def for_autograd(self, factor: Tensor | None) -> Tensor | None:
-        """What the backward returns as the weight's gradient."""
+        """The weight's gradient that the backward returns."""
         if not self.is_elsewhere:
             return (self.total if factor is None else self.total * factor).to(self._weight.dtype)
         if not self._is_megatrons:
@@ -151,7 +154,7 @@ class _WeightGradient:
 
 
 def _before_accumulation(weight: Any) -> None:
-    """Once all gradients of this backward are known, give Megatron's hook the one to add, or one without memory to drop."""
+    """Give Megatron's hook the gradient to add, once all of this backward are known, or one without memory to drop."""
     with torch.enable_grad():
         node = weight.expand_as(weight).grad_fn.next_functions[0][0]
 

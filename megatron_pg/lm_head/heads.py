@@ -1,4 +1,4 @@
-"""All logits in float32 by one product, or log-probabilities and entropies from chunks of logits that are never stored whole."""
+"""All logits in float32 by one product, or log-probabilities and entropies from chunks of logits."""
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ def fp32_logits(
         z = h W^T,   products of bfloat16 numbers, sums in float32
 
     Args:
-        hidden: [..., H] on tensor-parallel ranks equal, or with `sequence_parallel` this rank's part of the first dimension.
+        hidden: [..., H], equal on tensor-parallel ranks, or with `sequence_parallel` this rank's part of the first
+            dimension.
         weight: [V / tp, H] this tensor-parallel rank's rows, same dtype.
         backward: as in `Head`, "bf16" or "split".
         tp_group: tensor-parallel group; the gradient of the hidden states is summed over it.
@@ -40,7 +41,7 @@ def fp32_logits(
         [..., V / tp] float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes, dtypes or options cannot be.
+        ValueError: invalid shapes, dtypes or options.
     """
     head = Head(backward=backward, sequence_parallel=sequence_parallel, main_grad=main_grad)
     check_head(hidden, weight)
@@ -122,7 +123,10 @@ def logprobs_and_entropy(  # noqa: D417
 def head_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, vocabulary: Vocabulary, head: Head
 ) -> CrossEntropy:
-    """`kernels.cross_entropy` from hidden states [..., H], for the targets [T] of some `rows` [n]; the backward makes the logits again."""
+    """`kernels.cross_entropy` from hidden states [..., H], for the targets [T] of some `rows` [n].
+
+    The backward makes the logits again.
+    """
     hidden = enter(hidden, vocabulary.tp_group, head.sequence_parallel).flatten(0, -2)
     check_targets(hidden, targets)
     logprobs, _, totals = rows_of(hidden, weight, targets.index_select(0, rows), rows, vocabulary, head)
@@ -149,26 +153,28 @@ class _Outputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, rows, vocabulary, head, detail):
         chunks = Chunks(hidden, weight, targets, rows, vocabulary, head.impl, detail)
-        found = chunks.reader.empty(hidden, logits_dtype(hidden))
+        statistics = chunks.reader.empty(hidden, logits_dtype(hidden))
         for chunk, _, part in chunks.with_rows():
-            for values, new in zip(found, part, strict=True):
+            for values, new in zip(statistics, part, strict=True):
                 values[chunk] = new
-        ctx.save_for_backward(hidden, weight, targets, rows, *found)
+        ctx.save_for_backward(hidden, weight, targets, rows, *statistics)
         ctx.vocabulary, ctx.head, ctx.detail, ctx.parameter = vocabulary, head, detail, weight
-        outputs = [values.clone() for values in (*found.outputs, found.totals)]  # what is saved must not be an output
+        outputs = [
+            values.clone() for values in (*statistics.outputs, statistics.totals)
+        ]  # what is saved must not be an output
         ctx.mark_non_differentiable(outputs[-1])
         return tuple(outputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *slopes):
-        hidden, weight, targets, rows, *found = ctx.saved_tensors
+        hidden, weight, targets, rows, *saved = ctx.saved_tensors
         chunks = Chunks(hidden, weight, targets, rows, ctx.vocabulary, ctx.head.impl, ctx.detail)
         known = hidden, weight, rows, len(targets), chunks.rows, ctx.head, ctx.needs_input_grad
         gradients = Gradients(*known, parameter=ctx.parameter)
         for chunk in chunks.slices():
             z = chunks.logits(chunk)
-            of_chunk = chunks.reader.record(*(values[chunk] for values in found))
+            of_chunk = chunks.reader.record(*(values[chunk] for values in saved))
             out = gradients.buffer(chunk, z)
             chunks.reader.write_gradient(z, out, chunk, of_chunk, tuple(slope[chunk] for slope in slopes[:-1]))
             gradients.take(chunk, z)

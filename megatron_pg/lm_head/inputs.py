@@ -1,4 +1,4 @@
-"""What every head takes in: its setting and checks, and the hidden states of all rows on every tensor-parallel rank."""
+"""The inputs of every head: settings, checks, and the hidden states of all rows on every tensor-parallel rank."""
 
 from dataclasses import dataclass
 
@@ -16,18 +16,20 @@ class Head:
     """How a head works.
 
     Args:
-        mode: "forward": the gradient is made in the forward, 6 N V H operations; "recompute": in the backward, from logits that
-            are made again, 8 N V H, for any upstream gradient and for losses that read whole sequences; "scaled_exp": as "forward", from
-            bfloat16 exponentials of the logits that the first product ends in, for losses of log-probabilities alone.
-        backward: of the float32 gradient of the logits: "bf16" rounds it, as Megatron does (relative error of the weight
-            gradient 2e-3); "split" is the sum of two bfloat16 parts (3e-6), at twice the products.
+        mode: "forward": the gradient is made in the forward, 6 N V H operations.
+            "recompute": the backward makes the logits again, 8 N V H operations; for any upstream gradient and for
+            losses that read whole sequences.
+            "scaled_exp": as "forward", from bfloat16 exponentials of the logits that the first product ends in; for
+            losses of log-probabilities alone.
+        backward: of the float32 gradient of the logits: "bf16" rounds it, as Megatron does (relative error of the
+            weight gradient 2e-3); "split" is the sum of two bfloat16 parts (3e-6), for twice the products.
         impl: "triton" or "torch": what reads the logits of a chunk.
         sequence_parallel: gather the hidden states first, and reduce-scatter their gradient.
         main_grad: [V / tp, H] float32 that the weight gradient is added to. Default: the weight's own with Megatron's
             protocol if it has one, else the weight gets its gradient from autograd.
 
     Raises:
-        ValueError: a mode, backward or impl that there is not.
+        ValueError: unknown mode, backward or impl.
     """
 
     mode: str = "forward"
@@ -43,41 +45,46 @@ class Head:
         check_impl(self.impl)
         if self.mode == "scaled_exp" and self.backward == "split":
             raise ValueError(
-                "mode='scaled_exp' has no float32 gradient of the logits that backward='split' could split. Use mode='forward' or "
+                "mode='scaled_exp' has no float32 gradient of the logits that backward='split' could split. Use "
+                "mode='forward' or "
                 "backward='bf16'."
             )
 
 
 def check_head(hidden: Tensor, weight: Tensor) -> None:
-    """Refuse hidden states and a weight that have no product in float32."""
+    """Raise ValueError for hidden states and a weight that have no product in float32."""
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or hidden.dtype != weight.dtype:
         raise ValueError(
-            f"hidden states have shape {tuple(hidden.shape)} and dtype {hidden.dtype}, the weight {tuple(weight.shape)} and "
-            f"{weight.dtype}: not [..., H] and [V / tp, H] of one dtype, so there is no product. Cast one to the other's dtype."
+            f"hidden states have shape {tuple(hidden.shape)} and dtype {hidden.dtype}, the weight "
+            f"{tuple(weight.shape)} and "
+            f"{weight.dtype}: not [..., H] and [V / tp, H] of one dtype, so there is no product. Cast one to the "
+            "other's dtype."
         )
     if hidden.is_cuda and hidden.dtype.itemsize < 4 and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8):
         raise ValueError(
-            f"torch {torch.__version__} has no product of {hidden.dtype} with float32 output (2.8 has), and rounded logits would "
+            f"torch {torch.__version__} has no product of {hidden.dtype} with float32 output (2.8 has), and rounded "
+            "logits would "
             "be what this function avoids. Upgrade torch."
         )
 
 
 def check_for_scaled_exp(weight: Tensor, policy_loss: PolicyLoss, impl: str, *, entropy: bool) -> None:
-    """Refuse what mode "scaled_exp" cannot do: it knows the log-probability of the target and nothing else of a row.
+    """Raise ValueError for losses that mode "scaled_exp" cannot compute: it only has the target's log-probability.
 
     Raises:
         ValueError: the loss reads more of a row, or the kernels do not take this weight on this device.
     """
     reads = {
         "an entropy": entropy or policy_loss.terms.reads_entropy,
-        "probabilities of the teacher's likeliest tokens": policy_loss.topk_ids is not None,
+        "probabilities of the teacher's top-k tokens": policy_loss.topk_ids is not None,
         "the distribution of a teacher": policy_loss.terms.whole_form is not None,
         "log-probabilities over a sampling mask": policy_loss.fields.sampling_mask is not None,
     }
     for what, is_read in reads.items():
         if is_read:
             raise ValueError(
-                f"mode='scaled_exp' keeps exponentials rounded to bfloat16, so {what} would have bfloat16 precision. Use "
+                f"mode='scaled_exp' keeps exponentials rounded to bfloat16, so {what} would have bfloat16 precision. "
+                "Use "
                 "mode='forward'."
             )
     if weight.dtype == torch.float16:
@@ -92,26 +99,30 @@ def check_for_scaled_exp(weight: Tensor, policy_loss: PolicyLoss, impl: str, *, 
     if not weight.is_contiguous() or weight.shape[1] % 8 or weight.data_ptr() % 16:
         raise ValueError(
             f"mode='scaled_exp' needs a contiguous weight whose rows are aligned to 16 bytes, and this one has shape "
-            f"{tuple(weight.shape)}, strides {weight.stride()} and byte offset {weight.data_ptr() % 16}. Use mode='forward'."
+            f"{tuple(weight.shape)}, strides {weight.stride()} and byte offset {weight.data_ptr() % 16}. Use "
+            "mode='forward'."
         )
 
 
 def check_scaled_exp_kernel(dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse weights and GPUs that the kernel of mode "scaled_exp" was not made for."""
+    """Raise ValueError for weights and GPUs that the kernel of mode "scaled_exp" does not support."""
     capability = torch.cuda.get_device_capability(device)
     if dtype != torch.bfloat16 or capability != (9, 0):
         raise ValueError(
-            "--pg-fused-head scaled_exp (mode='scaled_exp') has a kernel for bfloat16 on compute capability (9, 0), not for "
+            "--pg-fused-head scaled_exp (mode='scaled_exp') has a kernel for bfloat16 on compute capability (9, 0), "
+            "not for "
             f"{dtype} on {capability}. Use forward."
         )
 
 
 def check_targets(hidden: Tensor, targets: Tensor) -> None:
-    """Refuse targets that do not align with the rows of `hidden` [T, H]."""
+    """Raise ValueError for targets that do not align with the rows of `hidden` [T, H]."""
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
         raise ValueError(
-            f"targets have shape {tuple(targets.shape)} and dtype {targets.dtype} for {len(hidden)} rows of hidden states, not "
-            f"[{len(hidden)}] int64, so tokens and rows would not align. Give one token id per row, of all sequence-parallel ranks."
+            f"targets have shape {tuple(targets.shape)} and dtype {targets.dtype} for {len(hidden)} rows of hidden "
+            "states, not "
+            f"[{len(hidden)}] int64, so tokens and rows would not align. Give one token id per row, of all "
+            "sequence-parallel ranks."
         )
 
 

@@ -1,4 +1,4 @@
-"""The policy-gradient loss from hidden states: its gradient made with it, chunk by chunk, or by `heads` in the backward."""
+"""The policy-gradient loss from hidden states. Its gradient is made with it, or by `heads` in the backward."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -46,14 +46,15 @@ def grpo_head_loss(  # noqa: D417
 
         loss = sum_t w_t * -min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t),   logits h W^T
 
-    As in `grpo_loss` there is no ignore index: a target such as -100 at a trained token is a ValueError on a CPU and NaN on a GPU.
+    As in `grpo_loss` there is no ignore index: a target such as -100 at a trained token is a ValueError on a CPU and
+    NaN on a GPU.
 
     Args:
         hidden: [..., H] as in `fp32_logits`, T rows in all once gathered.
         weight: [V / tp, H].
         targets: [T] as in `grpo_loss`, like every argument that is not named here.
         rows: as in `policy_gradient_head_loss`.
-        grad_scale: likewise.
+        grad_scale: as in `policy_gradient_head_loss`.
         head: the arguments of `Head`: mode, backward, impl, sequence_parallel, main_grad.
 
     Raises:
@@ -88,23 +89,24 @@ def policy_gradient_head_loss(  # noqa: D417
     """Any objective with any further terms, from hidden states; the general form of `grpo_head_loss`.
 
     Args:
-        hidden: [..., H] as in `grpo_head_loss`, like `weight`; other arguments not named here as in `policy_gradient_loss`.
+        hidden: [..., H] as in `grpo_head_loss`, like `weight`; arguments not listed here as in `policy_gradient_loss`.
         head: how it is done.
-        rows: [n] int64, increasing: where its mask is True. Default: found there, for which the host waits for the device.
-        grad_scale: the upstream gradient that the backward will bring. The modes "forward" and "scaled_exp" add the weight gradient,
-            made for it, to `main_grad` in the forward; another upstream gradient is then an error in the backward.
-        teacher_weight: [V / tp, H_T] this rank's rows of the teacher's head, of the weight's dtype; for loss terms over the whole
-            vocabulary of a teacher, which has no gradient.
+        rows: [n] int64, increasing: where its mask is True. Default: computed, for which the host waits for the device.
+        grad_scale: the upstream gradient of the coming backward. The modes "forward" and "scaled_exp" add the weight
+            gradient, made for it, to `main_grad` in the forward; another upstream gradient is an error in the backward.
+        teacher_weight: [V / tp, H_T] this rank's rows of the teacher's head, in the weight's dtype, without gradient;
+            for loss terms over the whole vocabulary of a teacher.
 
     Raises:
-        ValueError: shapes, dtypes or options cannot be, or a field that a term needs is missing.
+        ValueError: invalid shapes, dtypes or options, or a field that a term needs is missing.
     """
     check_head(hidden, weight)
     if head.impl == "triton":
         check_for_triton(weight)
     if head.mode != "recompute" and policy_loss.terms.reads_sequences:
         raise ValueError(
-            f"mode={head.mode!r} makes each chunk's gradient before the next chunk is read, and this loss reads whole sequences, so its "
+            f"mode={head.mode!r} makes each chunk's gradient before the next chunk is read, and this loss reads "
+            "whole sequences, so its "
             "gradient would be wrong. Use mode='recompute'."
         )
     if head.mode == "scaled_exp":
@@ -118,15 +120,15 @@ def policy_gradient_head_loss(  # noqa: D417
     detail = _detail_of(policy_loss, rows, entropy, weight, teacher_weight)
     if head.mode != "recompute" and trains and len(rows):
         options = {"grad_scale": grad_scale, "entropy": entropy}
-        found = PolicyGradientLoss(
+        loss = PolicyGradientLoss(
             *_GradientInForward.apply(hidden, weight, rows, policy_loss, vocabulary, head, detail, options)
         )
     else:
         targets = policy_loss.fields.targets.index_select(0, rows)
         *outputs, _ = rows_of(hidden, weight, targets, rows, vocabulary, head, detail)
         whole = [v.new_zeros(len(mask), *v.shape[1:]).index_copy(0, rows, v) for v in outputs]
-        found = loss_of(policy_loss, whole, vocabulary, head.impl)
-    return found if entropy or policy_loss.terms.reads_entropy else replace(found, entropy=None)
+        loss = loss_of(policy_loss, whole, vocabulary, head.impl)
+    return loss if entropy or policy_loss.terms.reads_entropy else replace(loss, entropy=None)
 
 
 def _detail_of(
@@ -205,9 +207,9 @@ def _losses(
 
 
 def _spread(parts: list[PolicyGradientLoss], rows: Tensor, size: int) -> list[Tensor | None]:
-    """The per-token values of all chunks, [T] each (those of loss terms [n, T]), 0 where nothing is trained."""
-    found = []
+    """The per-token values of all chunks, [T] each ([n, T] for loss terms), 0 where nothing is trained."""
+    spread: list[Tensor | None] = []
     for values in zip(*(part.per_token for part in parts), strict=True):
         known = None if values[0] is None else torch.cat(values, dim=-1)
-        found.append(None if known is None else known.new_zeros(*known.shape[:-1], size).index_copy_(-1, rows, known))
-    return found
+        spread.append(None if known is None else known.new_zeros(*known.shape[:-1], size).index_copy_(-1, rows, known))
+    return spread

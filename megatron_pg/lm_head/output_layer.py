@@ -1,6 +1,6 @@
 """Megatron's output layer with another head in it: `lm_head` on the instance, and what it refuses.
 
-The layer's matrix product is its `_forward_impl`, which every supported release calls with the same keywords. Here it is
+The layer's matrix product is `_forward_impl`, which every supported release calls with the same keywords. Here it is
 replaced on one instance: by float32 logits, or, while a policy-gradient loss is being computed, by nothing, so that
 the fused head takes hidden states and weight to the loss.
 """
@@ -51,7 +51,8 @@ def compute_in_float32(layer: Any, *, backward: str) -> Callable[[], bool]:
         backward: "bf16" or "split", as in `lm_head.fp32_logits`.
 
     Returns:
-        A function that reports whether the float32 product ran since its previous call: a subclass may make its logits otherwise.
+        A function that reports whether the float32 product ran since its previous call. A subclass may compute its
+        logits in another way.
     """
     has_run = False
 
@@ -100,7 +101,7 @@ class DeferredHead:
         """The latest call, once; None if there was none.
 
         Args:
-            returned: what the model passes on as logits, in any layout [.., .., 2]. The check of its values stays on the device.
+            returned: the logits that the model returns, in any layout [.., .., 2]. Their values are checked on device.
         """
         call, stand_in = self._call, self._stand_in
         self._call = self._stand_in = None
@@ -118,7 +119,7 @@ def _replace_product(layer: Any, forward_impl: Any) -> None:
 
 
 def check_layer(layer: Any, *, is_fused: bool) -> None:
-    """Find out before the step, when every rank can still be told, whether the float32 or fused head can stand for `layer`.
+    """Check before the step, while every rank can still report it, whether a float32 or fused head can replace `layer`.
 
     Args:
         layer: the model's output layer.
@@ -130,7 +131,8 @@ def check_layer(layer: Any, *, is_fused: bool) -> None:
     name = f"{type(layer).__module__}.{type(layer).__qualname__}"
     if not hasattr(type(layer), "_forward_impl"):
         raise ValueError(
-            f"--fp32-lm-head and --pg-fused-head need Megatron's ColumnParallelLinear as the output layer, and it is {name}. Build the model "
+            "--fp32-lm-head and --pg-fused-head need Megatron's ColumnParallelLinear as the output layer, and it is "
+            f"{name}. Build the model "
             "with that one (without --fp8-output-proj)."
         )
     product = layer._forward_impl
@@ -138,12 +140,14 @@ def check_layer(layer: Any, *, is_fused: bool) -> None:
         product = product.replaces
     if not _is_megatrons(product, "_forward_impl"):
         raise ValueError(
-            f"--fp32-lm-head and --pg-fused-head replace the product of the output layer, and {name} has its own _forward_impl. Remove the "
+            f"--fp32-lm-head and --pg-fused-head replace the product of the output layer, and {name} has its own "
+            "_forward_impl. Remove the "
             "flag, or build the model with Megatron's ColumnParallelLinear."
         )
     if is_fused and not _is_megatrons(layer.forward, "forward"):
         raise ValueError(
-            f"--pg-fused-head computes the product of the output layer and nothing else, and {name} has its own forward, for example a "
+            f"--pg-fused-head computes the product of the output layer and nothing else, and {name} has its own "
+            "forward, for example a "
             "softcap of the logits. Remove --pg-fused-head; --fp32-lm-head keeps that forward."
         )
     names = ("bias", "grad_output_buffer", "sequence_parallel", "allreduce_dgrad", "tp_group")
@@ -154,8 +158,8 @@ def _is_megatrons(function: Any, name: str) -> bool:
     """Whether it is ColumnParallelLinear's own, which a subclass, an instance or a patch may have replaced."""
     plain = getattr(function, "__func__", function)
     module, kind = _MEGATRONS
-    found = getattr(plain, "__module__", None), getattr(plain, "__qualname__", None)
-    return found == (module, f"{kind}.{name}") and not hasattr(plain, "__wrapped__")
+    origin = getattr(plain, "__module__", None), getattr(plain, "__qualname__", None)
+    return origin == (module, f"{kind}.{name}") and not hasattr(plain, "__wrapped__")
 
 
 def _call(arguments: dict[str, Any]) -> HeadCall:
@@ -168,12 +172,14 @@ def _call(arguments: dict[str, Any]) -> HeadCall:
         )
     if arguments["grad_output_buffer"] is not None:
         raise ValueError(
-            "the output layer defers its weight gradient (--defer-embedding-wgrad-compute), which the float32 head adds at "
+            "the output layer defers its weight gradient (--defer-embedding-wgrad-compute), which the float32 head "
+            "adds at "
             "once. Remove that flag."
         )
     if tp_group is not None and not (sequence_parallel or arguments["allreduce_dgrad"]):
         raise ValueError(
-            "the output layer leaves the sum of the hidden states' gradient to others (disable_grad_reduce), which the float32 head "
+            "the output layer leaves the sum of the hidden states' gradient to others (disable_grad_reduce), which "
+            "the float32 head "
             "makes itself, so it would count twice. Build the model without it."
         )
     return HeadCall(arguments["input"], arguments["weight"], tp_group, sequence_parallel)

@@ -1,6 +1,7 @@
 """Matrix products whose sums stay in float32, of bfloat16 numbers too, and how tokens are cut for them.
 
-Chunks of tokens have their logits at one time; blocks of chunks have their gradients multiplied at once. On a CPU the products are
+A chunk of tokens has its logits at one time; the gradients of a block of chunks are multiplied at once. On a CPU the
+products are
 of float32 numbers.
 """
 

@@ -1,4 +1,4 @@
-"""The teacher beside the student in the head: its hidden states and weight, and the logits of a chunk of rows."""
+"""The teacher in the head: its hidden states and weight, and its logits of a chunk of rows."""
 
 from dataclasses import dataclass, replace
 
@@ -20,29 +20,34 @@ class Teacher:
     weight: Tensor  # [V / tp, H_T]
 
     def at(self, rows: Tensor) -> "Teacher":
-        """That of some of the rows."""
+        """Select rows."""
         return replace(self, slots=self.slots.index_select(0, rows))
 
 
 def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor | None) -> Teacher | None:
-    """That of a loss over a teacher's whole vocabulary, beside the student's weight [V / tp, H]; None: no row here has one.
+    """The teacher of a loss over a teacher's whole vocabulary, with the student's weight [V / tp, H].
+
+    None: no row here has one.
 
     Raises:
-        ValueError: the teacher's weight is missing, or is of no such head.
+        ValueError: the teacher's weight is missing or does not fit the student's.
     """
     known = policy_loss.fields.teacher_hidden
     if teacher_weight is None:
         raise ValueError(
-            "teacher_weight is missing, so a loss term over a teacher's whole vocabulary would have no logits of it. Give the rows of its "
+            "teacher_weight is missing, so a loss term over a teacher's whole vocabulary would have no logits of it. "
+            "Give the rows of its "
             "head [V / tp, H_T]."
         )
     if len({(term.kind, term.mixture) for term in policy_loss.terms.further if term.reads_hidden}) > 1:
         raise ValueError(
-            "two divergences from a teacher's hidden states are in the loss, and a row's logits are read for one. Leave out one of them."
+            "two divergences from a teacher's hidden states are in the loss, and a row's logits are read for one. "
+            "Leave out one of them."
         )
     if known.states.dim() != 2:
         raise ValueError(
-            f"the teacher's hidden states have shape {tuple(known.states.shape)}, not [m, H_T], so no product with its head could be made. "
+            f"the teacher's hidden states have shape {tuple(known.states.shape)}, not [m, H_T], so no product with "
+            "its head could be made. "
             "Give one row per state."
         )
     if not len(known.states):
@@ -50,8 +55,10 @@ def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor |
     if teacher_weight.shape != (len(weight), known.states.shape[1]) or teacher_weight.dtype != weight.dtype:
         raise ValueError(
             f"teacher_weight has shape {tuple(teacher_weight.shape)} and dtype {teacher_weight.dtype}, not "
-            f"[{len(weight)}, {known.states.shape[1]}] {weight.dtype}: the columns of the student and the width of the teacher's hidden "
-            "states, so the distributions would not be over one vocabulary. Give its rows for the student's columns, in its dtype."
+            f"[{len(weight)}, {known.states.shape[1]}] {weight.dtype}: the columns of the student and the width of "
+            "the teacher's hidden "
+            "states, so the distributions would not be over one vocabulary. Give its rows for the student's columns, "
+            "in its dtype."
         )
     states = known.states.to(weight.device, non_blocking=True).to(weight.dtype)
     return Teacher(form=policy_loss.terms.whole_form, slots=known.slots, states=states, weight=teacher_weight)

@@ -1,6 +1,7 @@
 """A teacher's head on disk: one tensor of a safetensors file, of which a rank reads its rows. Nothing in it is code.
 
-The file begins with 8 bytes, the length of a JSON object in little-endian order; that names dtype, shape and place of each tensor.
+The file starts with 8 bytes, the length of a JSON object in little-endian order, which has dtype, shape and place of
+each tensor.
 """
 
 import json
@@ -30,17 +31,25 @@ class TeacherHead:
         """From `PATH`, a file whose tensor is called `weight`, or `PATH:NAME`.
 
         Raises:
-            ValueError: there is no such file or tensor, or it is no matrix of numbers.
+            ValueError: there is no such file or tensor, or it is not a matrix of numbers.
         """
         path, colon, name = given.rpartition(":")
         path, name = (path, name) if colon else (given, "weight")
         try:
             return _find(path, name)
-        except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:  # of whatever else is in the file
+        except (
+            OSError,
+            KeyError,
+            TypeError,
+            ValueError,
+            RecursionError,
+        ) as error:  # any failure gets the one message below
             reason = getattr(error, "strerror", None) or error
             raise ValueError(
-                f"--pg-teacher-head {given} is no safetensors file with a matrix {name} [V, H] in BF16, F16 or F32 ({reason}), so the teacher "
-                "would have no logits. Give PATH:NAME of its output layer; of a model in several files that one which holds it."
+                f"--pg-teacher-head {given} is not a safetensors file with a matrix {name} [V, H] in BF16, F16 or F32 "
+                f"({reason}), so the teacher "
+                "would have no logits. Give PATH:NAME of its output layer; of a model in several files that one "
+                "which holds it."
             ) from error
 
     def check_vocabulary(self, columns: int) -> None:
@@ -51,12 +60,14 @@ class TeacherHead:
         """
         if self.rows != columns:
             raise ValueError(
-                f"--pg-teacher-head has {self.rows} rows and the student {columns} columns, so they would not be over the same tokens. "
-                f"Give the teacher of this tokenizer; if the student's further columns are padding, --pg-vocab-size {self.rows}."
+                f"--pg-teacher-head has {self.rows} rows and the student {columns} columns, so they would not be "
+                "over the same tokens. "
+                "Give the teacher of this tokenizer; if the student's further columns are padding, --pg-vocab-size "
+                f"{self.rows}."
             )
 
     def read(self, first: int, count: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[count, H_T] rows from `first` on; 0 behind the last, where the student's columns are padding.
+        """[count, H_T] rows from `first` on; 0 after the last, where the student's columns are padding.
 
         Raises:
             ValueError: the file has been changed, or holds a number that is not finite.
@@ -76,7 +87,8 @@ class TeacherHead:
         weight[: len(held)] = torch.frombuffer(content, dtype=self.dtype).view(len(held), self.width).to(device)
         if not torch.isfinite(weight).all():
             raise ValueError(
-                f"--pg-teacher-head {self.path} holds a number among rows {held[0]} to {held[-1]} that is not finite in {dtype}, so the loss "
+                f"--pg-teacher-head {self.path} holds a number among rows {held[0]} to {held[-1]} that is not finite "
+                f"in {dtype}, so the loss "
                 "would not be. Repair the file, or train in bfloat16."
             )
         return weight

@@ -169,7 +169,7 @@ def _holder(text: str) -> str:
         try:
             os.kill(int(words[1]), 0)
         except (ProcessLookupError, OverflowError):
-            return "a process that another one left behind"
+            return "a process that another run started"
         except PermissionError:  # somebody else's
             pass
     return printable(text) or "another process"

@@ -12,7 +12,7 @@ def vespo(tokens: Tokens, parameters: Parameters) -> Tensor:
         loss = -sg[φ] A log π,   φ = W^k exp(lambda (1 - W)),   W = product of r over the whole sequence
 
     k and lambda are vespo_k_pos and vespo_lambda_pos where the token's A > 0, else vespo_k_neg and vespo_lambda_neg. φ
-    is 1 at W = 1. W is not normalised by length; its logarithm is clamped to ±20, and beyond there is no gradient.
+    is 1 at W = 1. W is not normalized by length; its logarithm is clamped to ±20, and beyond there is no gradient.
 
     Source: Variational Sequence-Level Soft Policy Optimization, arXiv 2602.10693.
     """

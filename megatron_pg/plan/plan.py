@@ -52,7 +52,7 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TermPlan:
-    """The counts of a loss term in one optimizer step, of its own tokens only."""
+    """The counts of a loss term's own tokens in one optimizer step."""
 
     denominators: Tensor | None  # [S] float64, > 0, inf where the unit is not counted; None: the objective's
     num_tokens: int

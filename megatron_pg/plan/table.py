@@ -335,8 +335,7 @@ def whole_counts(tokens_per_sample: Sequence[int] | Tensor) -> Tensor:
         counts = torch.as_tensor(tokens_per_sample)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(
-            f"tokens_per_sample={shorten(tokens_per_sample)} are no counts, so totals are unknown. Give whole numbers "
-            "of trained tokens."
+            f"tokens_per_sample={shorten(tokens_per_sample)} are not counts. Give whole numbers of trained tokens."
         ) from error
     if counts.numel() == 0:
         return torch.zeros(0, dtype=torch.int64)

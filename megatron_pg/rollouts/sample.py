@@ -155,7 +155,7 @@ class Sample:
             if not is_term(name) or name in (POLICY, self.term):
                 raise ValueError(
                     f"masks of sample {label} contain {shorten(name)}, which is not a further loss term: the tokens "
-                    f"of its own loss term, {self.term}, are in loss_mask, and those of the objective belong to "
+                    f"of the loss term {self.term} are in loss_mask, and those of the objective belong to "
                     f"samples of the loss term {POLICY}. Rename it."
                 )
             if not is_plain(mask, 1, torch.bool) or len(mask) != size:

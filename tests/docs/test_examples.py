@@ -120,7 +120,7 @@ def test_samples_that_are_sampled_again_stay_in_a_copy(tmp_path):
     run_folder.continue_rollouts(path, 3).close()
     assert [sample.step for sample in read_rollouts(path)] == [0, 1, 2]
     assert (tmp_path / "rollouts.jsonl.1").read_bytes() == before
-    for _ in range(2):  # a fresh start, and one behind it that finds nothing
+    for _ in range(2):  # a fresh start, and a second one that finds nothing
         run_folder.continue_rollouts(path, 0).close()
     assert len(read_rollouts(tmp_path / "rollouts.jsonl.2")) == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rollouts.jsonl", "rollouts.jsonl.1", "rollouts.jsonl.2"]
@@ -153,34 +153,82 @@ def sampled_by_ranks(folder, full):
     return json.loads(done.stdout.split("FOUND")[1])
 
 
+SIZES = {
+    "prompts_per_rollout": 2,
+    "group_size": 2,
+    "global_batch_size": 4,
+    "exact_match_prompts": 2,
+    "docs_per_step": 0,
+    "num_experts": None,
+    "teacher": None,
+    "task": "digit_sort",
+    "seq_length": 12,
+    "cached_sampling": False,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "sequence_parallel": False,
+    "pg_fused_head": None,
+    "fp32_lm_head": False,
+    "demonstrations_per_step": 0,
+    "microbatch_means": None,
+    "loss_aggregation": "constant",
+    "top_p": 1.0,
+    "top_p_logprobs": "sampling_mask",
+    "teacher_num_layers": None,
+    "teacher_hidden_size": None,
+    "discard_rollouts": False,
+    "transformer_impl": "local",
+    "fp8": None,
+    "use_rope_scaling": False,
+    "rollouts": None,
+    "pg_vocab_size": 12,
+}
+WRONG = [
+    {"pg_vocab_size": 11},
+    {"task": "list_programs"},
+    {"cached_sampling": True},
+    {"cached_sampling": True, "task": "list_programs", "seq_length": 48, "context_parallel_size": 2},
+    {"demonstrations_per_step": 4},
+    {"demonstrations_per_step": 1, "rollouts": "x"},
+    {"microbatch_means": 2},
+    {"microbatch_means": 2, "demonstrations_per_step": 2},
+    {"top_p_logprobs": "engine"},
+    {"teacher_hidden_size": 8},
+    {"discard_rollouts": True, "docs_per_step": 4},
+    {"top_p": 0.0},
+    {"top_p": 0.9, "docs_per_step": 4},
+    {"fp8": "hybrid"},
+]
+REFUSED = """\
+import train_grpo, types
+from megatron_pg import Sample
+args = types.SimpleNamespace(seq_length=4, padded_vocab_size=12, task='digit_sort')
+fields = dict(loss_mask=[1], old_logprobs=[-1.0], advantage=1.0)
+sample = Sample.build(tokens=[1, 2, 13], response_length=1, **fields)
+try:
+    train_grpo._check_fits(sample, args)
+except ValueError as error:
+    print(error)
+train_grpo.mpu.get_data_parallel_world_size = lambda: 1
+scaled = dict(use_rope_scaling=True, hybrid_layer_pattern='*-')
+for wrong in (*wrong, scaled):
+    try:
+        train_grpo.check_example(types.SimpleNamespace(**sizes | wrong))
+    except ValueError as error:
+        print(error)
+train_grpo.check_example(types.SimpleNamespace(**sizes))
+for pattern in ('M-*-', '*E'):
+    try:
+        train_grpo.hybrid_model(types.SimpleNamespace(num_moe_experts=None), pattern, local=True)
+    except ValueError as error:
+        print(error)
+"""
+
+
 @launches.launch
 def refusals(folder, full):
     """What the example says of a sample and of sizes; in its own process: it patches torch when there is no GPU."""
-    code = (
-        "import train_grpo, types\n"
-        "from megatron_pg import Sample\n"
-        "args = types.SimpleNamespace(seq_length=4, padded_vocab_size=12, task='digit_sort')\n"
-        "sample = Sample.build(tokens=[1, 2, 13], response_length=1, loss_mask=[1], old_logprobs=[-1.0], advantage=1.0)\n"
-        "try:\n"
-        "    train_grpo._check_fits(sample, args)\n"
-        "except ValueError as error:\n"
-        "    print(error)\n"
-        "train_grpo.mpu.get_data_parallel_world_size = lambda: 1\n"
-        "sizes = dict(prompts_per_rollout=2, group_size=2, global_batch_size=4, exact_match_prompts=2, docs_per_step=0,\n"
-        "             num_experts=None, teacher=None, task='digit_sort', seq_length=12, cached_sampling=False, pipeline_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False, pg_fused_head=None, fp32_lm_head=False, demonstrations_per_step=0, microbatch_means=None, loss_aggregation='constant', top_p=1.0, top_p_logprobs='sampling_mask', teacher_num_layers=None, teacher_hidden_size=None, discard_rollouts=False, transformer_impl='local', fp8=None, use_rope_scaling=False, rollouts=None, pg_vocab_size=12)\n"
-        "scaled = dict(use_rope_scaling=True, hybrid_layer_pattern='*-')\n"
-        "for wrong in (dict(pg_vocab_size=11), dict(task='list_programs'), dict(cached_sampling=True), dict(cached_sampling=True, task='list_programs', seq_length=48, context_parallel_size=2), dict(demonstrations_per_step=4), dict(demonstrations_per_step=1, rollouts='x'), dict(microbatch_means=2), dict(microbatch_means=2, demonstrations_per_step=2), dict(top_p_logprobs='engine'), dict(teacher_hidden_size=8), dict(discard_rollouts=True, docs_per_step=4), dict(top_p=0.0), dict(top_p=0.9, docs_per_step=4), dict(fp8='hybrid'), scaled):\n"
-        "    try:\n"
-        "        train_grpo.check_example(types.SimpleNamespace(**sizes | wrong))\n"
-        "    except ValueError as error:\n"
-        "        print(error)\n"
-        "train_grpo.check_example(types.SimpleNamespace(**sizes))\n"
-        "for pattern in ('M-*-', '*E'):\n"
-        "    try:\n"
-        "        train_grpo.hybrid_model(types.SimpleNamespace(num_moe_experts=None), pattern, local=True)\n"
-        "    except ValueError as error:\n"
-        "        print(error)\n"
-    )
+    code = f"sizes = {SIZES!r}\nwrong = {WRONG!r}\n{REFUSED}"
     done = processes.run([sys.executable, "-W", "ignore", "-c", code], processes.environment())
     return done.stdout
 

@@ -26,7 +26,7 @@ PACKING = Packing(qkv_format="thd", seq_length=ROW, micro_batch_size=1)
 
 
 class Table(nn.Module):
-    """Logits by token: what is behind it is the package's."""
+    """Logits by token: everything after them is the package's."""
 
     vocab_size, post_process, position_embedding_type = VOCABULARY, True, "rope"
 

@@ -103,7 +103,7 @@ def sample(
     generator: torch.Generator,
     choose: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> Tensor:
-    """[B, PROMPT + length] prompts [B, PROMPT] and what is drawn behind them from softmax(choose(logits))."""
+    """[B, PROMPT + length] prompts [B, PROMPT] and what is drawn after them from softmax(choose(logits))."""
     cache: dict[int, Tensor] = {}
     tokens, rest = prompts, prompts
     for _ in range(length):

@@ -1,4 +1,4 @@
-"""The tiny step of docs/normalisation, random steps, and samples: each factory exists once."""
+"""The tiny step of docs/aggregation.md, random steps, and samples: each factory exists once."""
 
 import random
 from collections.abc import Sequence

@@ -51,7 +51,7 @@ class Document:
     Args:
         logits: [R, V]; row t predicts targets[t].
         targets: [R] in [0, V).
-        mask: [R] bool, the trained tokens of its own term.
+        mask: [R] bool, the trained tokens of the sample's term.
         term: the term that its mask belongs to.
         masks: [R] bool of further terms, by name.
         old, advantages, rollout, ref, teacher: [R], log-probabilities in nats.

@@ -337,7 +337,7 @@ def correction(
     if name == "none":
         return ones, all_kept
     if name == "opsm":
-        # 2512.02556 means by pi_old what the inference engine reports: rollout; old stands in where there is none.
+        # 2512.02556 means by pi_old what the inference engine reports: rollout; old if there is no rollout.
         # kappa is by token: the document's divergence, the token's own advantage.
         sampled = tokens.old if tokens.rollout is None else tokens.rollout
         strays = (sampled - tokens.new).mean() > high
@@ -423,23 +423,47 @@ class DivergenceRow:
     is_floored: bool = False
 
 
-def summand(form: str, p: float, q: float, share: float | None) -> tuple[float, float]:
-    """The term of a category with teacher p and student q, both > 0, and dD/dq of it."""
-    if form == "forward_kl":
-        return p * math.log(p / q), -p / q
-    if form == "reverse_kl":
-        return q * math.log(q / p), math.log(q / p) + 1
-    if form == "jsd":
-        m = share * p + (1 - share) * q
-        return share * p * math.log(p / m) + (1 - share) * q * math.log(q / m), (1 - share) * math.log(q / m)
-    if form == "skew_forward":
-        m = share * p + (1 - share) * q
-        return p * math.log(p / m), -(1 - share) * p / m
-    if form == "skew_reverse":
-        m = share * q + (1 - share) * p
-        return q * math.log(q / m), math.log(q / m) + 1 - share * q / m
-    assert form == "generalised_reverse"
+# The term of a category with teacher p and student q, both > 0, and dD/dq of it.
+
+
+def forward_kl(p: float, q: float, share: float | None) -> tuple[float, float]:
+    return p * math.log(p / q), -p / q
+
+
+def reverse_kl(p: float, q: float, share: float | None) -> tuple[float, float]:
+    return q * math.log(q / p), math.log(q / p) + 1
+
+
+def jsd(p: float, q: float, share: float | None) -> tuple[float, float]:
+    m = share * p + (1 - share) * q
+    return share * p * math.log(p / m) + (1 - share) * q * math.log(q / m), (1 - share) * math.log(q / m)
+
+
+def skew_forward(p: float, q: float, share: float | None) -> tuple[float, float]:
+    m = share * p + (1 - share) * q
+    return p * math.log(p / m), -(1 - share) * p / m
+
+
+def skew_reverse(p: float, q: float, share: float | None) -> tuple[float, float]:
+    m = share * q + (1 - share) * p
+    return q * math.log(q / m), math.log(q / m) + 1 - share * q / m
+
+
+def generalised_reverse(p: float, q: float, share: float | None) -> tuple[float, float]:
     return q * math.log(q / p) - q + p, math.log(q / p)
+
+
+DIVERGENCES: dict[str, Callable] = {
+    "topk_forward_kl": forward_kl,
+    "topk_reverse_kl": reverse_kl,
+    "topk_jsd": jsd,
+    "topk_skew_forward": skew_forward,
+    "topk_skew_reverse": skew_reverse,
+    "topk_generalised_reverse": generalised_reverse,
+    "full_forward_kl": forward_kl,
+    "full_reverse_kl": reverse_kl,
+    "full_jsd": jsd,
+}
 
 
 def probabilities(logits: Sequence[float], temperature: float) -> list[float]:
@@ -455,7 +479,7 @@ def full_divergence(
     """Over the whole vocabulary, from the teacher's logits; `kind`: full_…"""
     p, q = probabilities(teacher, temperature), probabilities(logits, temperature)
     categories = [(own, theirs, [j]) for j, (own, theirs) in enumerate(zip(q, p, strict=True))]
-    return _divergence(kind.removeprefix("full_"), q, categories, temperature, share)
+    return _divergence(kind, q, categories, temperature, share)
 
 
 def topk_divergence(
@@ -480,17 +504,17 @@ def topk_divergence(
     has_tail = bool(others) and kind != "topk_generalised_reverse"
     if has_tail:
         categories.append((math.fsum(q[j] for j in others), max(tail, floor), others))
-    row = _divergence(kind.removeprefix("topk_"), q, categories, temperature, share)
+    row = _divergence(kind, q, categories, temperature, share)
     row.teacher_mass, row.student_mass = math.fsum(named.values()), math.fsum(q[token] for token in named)
     row.is_floored = has_tail and tail < floor
     return row
 
 
-def _divergence(form: str, q: Sequence[float], categories, temperature: float, share: float | None) -> DivergenceRow:
+def _divergence(kind: str, q: Sequence[float], categories, temperature: float, share: float | None) -> DivergenceRow:
     """dD/dz_j = q_j (g_c(j) - sum_c Q_c g_c) / tau, g_c = dD/dQ_c of a category (Q, P, its tokens); 0 outside them."""
     value, mean, magnitude, slopes = [], [], [], [0.0] * len(q)
     for student, teacher, tokens in categories:
-        term, slope = summand(form, teacher, student, share)
+        term, slope = DIVERGENCES[kind](teacher, student, share)
         value.append(term)
         mean.append(student * slope)
         magnitude.append(max(student, teacher) * (1 + abs(math.log(student)) + abs(math.log(teacher))))

@@ -178,7 +178,7 @@ def extreme_case(rng: random.Random, dtype: torch.dtype, *, fatal: bool) -> Step
 
 
 def set_tokens(sample: Sample, table: Tensor, rng: random.Random) -> None:
-    """Written in place, past the checks of `Sample`: what stands behind them must hold too."""
+    """Written in place, past the checks of `Sample`: the checks after them must hold too."""
     for k, target in enumerate(sample.tokens[1:].tolist()):
         logprob = float(log_softmax(table[k].double().numpy(), 1.0)[target])
         sample.old_logprobs[k] = logprob - rng.choice(LOG_RATIOS)

@@ -27,7 +27,7 @@ def killed(run: Path, step: int, calls: int, *flags: str, ranks: int) -> None:
     """A run whose ranks all get SIGKILL so many function calls after the checkpoint of `step`."""
     how = {"ranks": ranks, "script": "killed_example.py", "KILL": f"{step} {calls}"}
     done = launch(run, *flags, **how, check=False)
-    assert "Signal 9 (SIGKILL)" in done.stderr, done.stderr[-3000:]  # of the launcher, behind the end of every rank
+    assert "Signal 9 (SIGKILL)" in done.stderr, done.stderr[-3000:]  # of the launcher, after the end of every rank
     assert step <= saved_step(run) < STEPS
 
 

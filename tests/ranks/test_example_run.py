@@ -137,7 +137,7 @@ def test_on_the_policy_that_sampled_with_top_p_the_ratio_is_1(kept, full):
     found = {run.name: records(run / "metrics.jsonl") for run in kept.iterdir()}
     assert len(found) == (6 if full else 3)
     for name, steps in found.items():
-        for step in steps[1:]:  # behind the warm-up each batch is trained once
+        for step in steps[1:]:  # after the warm-up each batch is trained once
             assert step["num_tokens_masked"] == 0
             assert abs(step["ratio_new_old"] - 1) <= 2e-5, name
             assert step["mean_abs_log_ratio"] <= 2e-5, name
@@ -280,6 +280,6 @@ def test_a_sampler_of_two_stages_has_the_float32_logits_of_the_loss(of_two_stage
 
 
 def test_ranks_that_share_their_experts_sample_for_the_same_number_of_tokens(of_shared_experts):
-    """Without it the ranks wait for each other for ever: one has a response that the other's prompts do not need."""
+    """Without it the ranks wait for each other without end: one has a response that the other's prompts do not need."""
     assert steps_of(of_shared_experts)[0]["mean_abs_log_ratio"] < 1e-6
     assert steps_of(of_shared_experts)[1]["exact_match"] >= 0

@@ -65,7 +65,7 @@ def results(folder, full):
     two, one = folder / "two", folder / "one"
     two.mkdir()
     one.mkdir()
-    # cases of one layout and option behind each other share its groups
+    # consecutive cases of one layout and option share its groups
     trained, predicted = FULL if full else FAST, [*MTP, *(MTP_FULL if full else [])]
     predicted += DYNAMIC_FULL if full else DYNAMIC
     balanced, replayed = (BALANCED_FULL, REPLAYED_FULL) if full else (BALANCED, REPLAYED)
@@ -103,7 +103,7 @@ def test_a_step_of_documents_on_four_ranks_equals_one_process(results, tmp_path,
 
 
 def check_documents(folder, references, cases: list[str], ranks: int) -> None:
-    """Every rank has the metrics of one process, the counts of the documents, and the same end behind the step."""
+    """Every rank has the metrics of one process, the counts of the documents, and the same end after the step."""
     for case in cases:
         expected = report(references, reference_of(case), 0)["metrics"]
         found = [report(folder, case, rank) for rank in range(ranks)]

@@ -128,7 +128,7 @@ def test_files_hold_whole_lines_of_finished_steps(results, cases, evidence):
 
 
 def iterations(folder) -> list[int]:
-    """Of the lines that a run goes on behind: nobody holds the file any more, and only a last line may be torn."""
+    """The lines after which a run continues: nobody has the file open, and only a last line may be torn."""
     path, goes_on_at = folder / "metrics.jsonl", 10**9
     resumed = MetricsFile(path)
     resumed.write({"iteration": goes_on_at})

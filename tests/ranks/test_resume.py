@@ -31,7 +31,7 @@ def resumed(run: Path, ranks: int = 1) -> Path:
 
 
 def rewound(source: Path, run: Path, step: int) -> Path:
-    """A copy of a run as a crash leaves it: files that go on behind the last checkpoint, which is that of `step`."""
+    """A copy of a run as a crash leaves it: files that go on after the last checkpoint, which is that of `step`."""
     name = f"iter_{step:07d}"
     (run / "saved").mkdir(parents=True)
     shutil.copytree(source / "saved" / name, run / "saved" / name)

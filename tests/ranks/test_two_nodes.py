@@ -53,7 +53,7 @@ def trained(folder, full):
 
 @launches.launch
 def lost(folder, full):
-    """Either node disappears, with its launcher, behind a step."""
+    """Either node disappears, with its launcher, after a step."""
     if not full:
         return None
     for victim in range(NODES):

@@ -152,7 +152,7 @@ def test_slice_pads_with_a_value_or_a_function():
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize(
-    "normaliser",
+    "normalizer",
     [
         {},
         {"calculate_per_token_loss": True},
@@ -162,25 +162,25 @@ def test_slice_pads_with_a_value_or_a_function():
     ],
 )
 @pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
-def test_the_scalars_of_the_ranks_add_up_to_that_of_one_rank(normaliser, cp_size, qkv_format):
+def test_the_scalars_of_the_ranks_add_up_to_that_of_one_rank(normalizer, cp_size, qkv_format):
     totals, responses = [9, 3, 30], [4, 2, 17]
     masks = [torch.tensor([1, 0, 1, 1]), torch.tensor([0, 0]), (torch.arange(17) % 3 != 0).int()]
     values = [torch.randint(-8, 8, (n,)).double() for n in responses]
     divide = {0: 3, 1: 1, 2: int(masks[2].sum())}  # by hand: trained tokens, a fully masked sample by 1
     expected = 0.0
     for i, (x, m) in enumerate(zip(values, masks, strict=True)):
-        if listed := normaliser.get("sample_denoms", normaliser.get("denominators")):
+        if listed := normalizer.get("sample_denoms", normalizer.get("denominators")):
             d = listed[i]
-        elif "constant_divisor" in normaliser:
+        elif "constant_divisor" in normalizer:
             d = 16.0
         else:
-            d = 1 if normaliser else divide[i]
+            d = 1 if normalizer else divide[i]
         expected += sum(float(a) for a, b in zip(x, m, strict=True) if b) / d
     layout = {"qkv_format": qkv_format, "max_seq_lens": [32] * 3 if qkv_format == "bshd" else None}
     total = 0.0
     for rank in range(cp_size):
         where = {"cp_rank": rank, "cp_size": cp_size}
-        reduce = get_sum_of_sample_mean(totals, responses, masks, **normaliser, **layout, **where)
+        reduce = get_sum_of_sample_mean(totals, responses, masks, **normalizer, **layout, **where)
         local = torch.cat(
             [
                 x[response_index(t, r, qkv_format, 32 if qkv_format == "bshd" else None, **where)]

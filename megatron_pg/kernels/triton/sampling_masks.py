@@ -1,4 +1,4 @@
-"""`sampling_mask` by kernels: of a row with a sampling mask only its ids are read, and its gradient is zeros and as many values.
+"""`sampling_masks` by kernels: of a row with a sampling mask only its ids are read, and only their gradient is not 0.
 
 Rows without one, and with `whole_entropy` all of them, are `vocab_parallel`'s.
 """
@@ -110,7 +110,10 @@ def _sets(restriction: Restriction) -> tuple[Tensor, ...]:
 def sampling_mask_statistics_kernel(
     logits, targets, mask, starts, counts, ids, shares, valid, first, stride, c, BLOCK: tl.constexpr
 ):
-    """One row per program, of those with a sampling mask: shares[row] as `statistics_kernel`; -inf is the logit of a target outside it."""
+    """One row per program, if it has a sampling mask: shares[row] as `statistics_kernel`.
+
+    The logit of a target outside the mask is -inf.
+    """
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + row)
     if (tl.load(mask + row) != 0) & (count > 0):

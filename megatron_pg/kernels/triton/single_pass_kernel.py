@@ -145,7 +145,7 @@ def _stream_statistics(
 def _stream_gradients(
     z_row, g_row, offsets, g_offsets, width, column_terms, KIND: gl.constexpr, BONUS: gl.constexpr, ROW: gl.constexpr
 ):
-    """Write the gradient of the words that fit nowhere, backwards: the words read last are the first ones read again."""
+    """Write the gradient of the words that fit nowhere, backwards: the words read last are read again first."""
     dtype: gl.constexpr = g_row.dtype.element_ty
     layout: gl.constexpr = g_offsets.type.layout
     PAIR: gl.constexpr = 2 if KIND == "bfloat16x2" else 1

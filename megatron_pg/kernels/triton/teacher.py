@@ -1,10 +1,11 @@
 """`teacher` by kernels: student and teacher are read side by side, once for the statistics and once for the gradient.
 
-Statistics are of `tiles`, in the log2 domain: m, s, t and the target's logit of the student, n, w of the teacher as m, s, and
+Statistics are those of `tiles`, in the log2 domain: m, s, t and the target's logit of the student, n and w (as m and s)
+of the teacher, and
 
     x = Σ 2^u (u - d) under the forward,  Σ 2^d (d - u) under the reverse,     d = z c - m,  u = y c - n
 
-A summand is 0 where its power of two is, however far the other policy; both policies equal, every summand is 0.
+A summand is 0 where its power of two is 0. If both policies are equal, every summand is 0.
 """
 
 import torch
@@ -122,13 +123,13 @@ def _numbers_of(form: Form) -> tuple[float, float]:
 
 @triton.jit
 def _times(power, value):
-    """Their product, 0 where the power is."""
+    """Their product; 0 where the power is 0."""
     return tl.where(power == 0, 0.0, power * value)
 
 
 @triton.jit
-def moved(m, s, t, n, w, x, peak, top, FORM: tl.constexpr):
-    """s, t, w and x of maxima m and n, as they are of others."""
+def rescale(m, s, t, n, w, x, peak, top, FORM: tl.constexpr):
+    """s, t, w and x, rebased from the maxima (m, n) to (peak, top)."""
     drop = m - peak
     fall = n - top
     scale = tl.exp2(drop)
@@ -148,7 +149,7 @@ def add_pairs(m, s, t, n, w, x, students, teachers, c, FORM: tl.constexpr):
     for k in tl.static_range(len(students)):
         peak = tl.maximum(peak, tl.max(students[k], axis=1) * c)
         top = tl.maximum(top, tl.max(teachers[k], axis=1) * c)
-    s, t, w, x = moved(m, s, t, n, w, x, peak, top, FORM)
+    s, t, w, x = rescale(m, s, t, n, w, x, peak, top, FORM)
     for k in tl.static_range(len(students)):
         d = tl.fma(students[k], c, -peak[:, None])
         u = tl.fma(teachers[k], c, -top[:, None])
@@ -218,10 +219,10 @@ def statistics_kernel(
         m, s, t, n, w, x = add_pairs(m, s, t, n, w, x, (z,), (y,), c, FORM)
     peak = tl.max(m, 0)
     top = tl.max(n, 0)
-    s, t, w, x = moved(m, s, t, n, w, x, peak, top, FORM)
-    found = (peak, tl.sum(s, 0), tl.sum(t, 0), target_logit, top, tl.sum(w, 0), tl.sum(x, 0))
-    for k in tl.static_range(len(found)):
-        tl.store(shares + row * len(found) + k, found[k])
+    s, t, w, x = rescale(m, s, t, n, w, x, peak, top, FORM)
+    statistics = (peak, tl.sum(s, 0), tl.sum(t, 0), target_logit, top, tl.sum(w, 0), tl.sum(x, 0))
+    for k in tl.static_range(len(statistics)):
+        tl.store(shares + row * len(statistics) + k, statistics[k])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -242,7 +243,7 @@ def combine_kernel(shares, targets, results, ranks, rows, vocab_size, c, FORM: t
     target_logit = s
     for rank in range(ranks):
         share = shares + (rank * rows + row) * 7
-        s2, t2, w2, x2 = moved(
+        s2, t2, w2, x2 = rescale(
             tl.load(share, here, 0.0),
             tl.load(share + 1, here, 1.0),
             tl.load(share + 2, here, 0.0),
@@ -268,14 +269,14 @@ def combine_kernel(shares, targets, results, ranks, rows, vocab_size, c, FORM: t
     else:  # of a jsd neither is read
         divergence = LN2 * (x / w + gap)
         centre = tl.full((BLOCK,), -1.0, tl.float32)
-    found = (logprob, entropy, m, s, divergence, centre, n, w)
-    for k in tl.static_range(len(found)):
-        tl.store(results + k * rows + row, found[k], here)
+    fields = (logprob, entropy, m, s, divergence, centre, n, w)
+    for k in tl.static_range(len(fields)):
+        tl.store(results + k * rows + row, fields[k], here)
 
 
 @triton.jit
 def _over_mixture(log_q, log_p, NUMBERS: tl.constexpr):
-    """log2 of q and of p over the mixture β p + (1 - β) q, and what part of the larger q and p are, from base-2 logarithms."""
+    """log2 of q and of p over the mixture β p + (1 - β) q, and q and p over the larger of both."""
     gap = tl.where(log_p == log_q, 0.0, log_p - log_q)  # -inf - -inf would be NaN
     smaller = tl.exp2(-tl.abs(gap))
     of_p = tl.where(gap > 0, 1.0, smaller)
@@ -394,7 +395,10 @@ def gradient_kernel(
     FORM: tl.constexpr,
     NUMBERS: tl.constexpr,
 ):
-    """One block of one row: c ln2 (a (δ_j - q_j) - e q_j (log q_j + H) + g q_j (f_j - Σ q f)); a, e, g the upstream gradients."""
+    """One block of one row: c ln2 (a (δ_j - q_j) - e q_j (log q_j + H) + g q_j (f_j - Σ q f)).
+
+    a, e and g are the upstream gradients.
+    """
     TILE: tl.constexpr = THREADS * WORDS
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks) * (TILE * UNROLL)

@@ -1,4 +1,4 @@
-"""`topk` by kernels: the ids are hidden in the logits while `vocab_parallel`'s kernel reads them; what is on [T, K] is `topk_rows`'."""
+"""`topk` by kernels: ids are hidden in the logits while `vocab_parallel` reads them; `topk_rows` works on [T, K]."""
 
 import torch
 import triton
@@ -62,14 +62,17 @@ class TritonTopKReader(TritonReader[TopKRowStatistics]):
 
 
 def take_and_hide(logits: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """[T, 4 + K] float32: m, s, t of `tiles` of the ids alone, then the logits of target and ids, 0 if not here; the ids' become -inf."""
-    found = torch.empty(len(ids), 4 + ids.shape[1], dtype=torch.float32, device=logits.device)
+    """[T, 4 + K] float32: m, s, t of `tiles` of the ids alone, then the logits of target and ids, 0 if not here.
+
+    The logits of the ids become -inf.
+    """
+    taken = torch.empty(len(ids), 4 + ids.shape[1], dtype=torch.float32, device=logits.device)
     take_and_hide_kernel[(len(ids),)](
         logits,
         targets,
         mask,
         ids,
-        found,
+        taken,
         ids.shape[1],
         vocabulary.valid,
         vocabulary.first,
@@ -78,7 +81,7 @@ def take_and_hide(logits: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vo
         **block_of(ids),
         **FUSED,
     )
-    return found
+    return taken
 
 
 def put(table: Tensor, ids: Tensor, mask: Tensor, values: Tensor, vocabulary: Vocabulary) -> None:
@@ -88,8 +91,8 @@ def put(table: Tensor, ids: Tensor, mask: Tensor, values: Tensor, vocabulary: Vo
 
 
 @triton.jit(do_not_specialize=["K"])
-def take_and_hide_kernel(logits, targets, mask, ids, found, K, valid, first, stride, c, BLOCK: tl.constexpr):
-    """One row per program: found [rows, 4 + K] of `take_and_hide`, and -inf at the ids that are here."""
+def take_and_hide_kernel(logits, targets, mask, ids, taken, K, valid, first, stride, c, BLOCK: tl.constexpr):
+    """One row per program: taken [rows, 4 + K] of `take_and_hide`, and -inf at the ids that are here."""
     row = tl.program_id(0).to(tl.int64)
     live = tl.load(mask + row) != 0
     k = tl.arange(0, BLOCK)
@@ -105,7 +108,7 @@ def take_and_hide_kernel(logits, targets, mask, ids, found, K, valid, first, str
     peak = tl.where(peak < FLOOR, FLOOR, peak)
     shifted = tl.where(owned, tl.fma(value, c, -peak), LOWEST)
     power = tl.exp2(shifted)
-    share = found + row * (K + 4)
+    share = taken + row * (K + 4)
     tl.store(share, peak)
     tl.store(share + 1, tl.sum(power, 0))
     tl.store(share + 2, tl.sum(power * tl.maximum(shifted, LOWEST), 0))

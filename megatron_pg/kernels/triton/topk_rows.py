@@ -1,4 +1,4 @@
-"""What `topk` does on [T, K], in one launch each: the distributions of the rows, and the coefficients of their gradient.
+"""The steps of `topk` on [T, K], in one launch each: the distributions of the rows, the coefficients of their gradient.
 
 One row per program, in float64, from statistics in the log2 domain of `tiles`.
 """
@@ -59,7 +59,10 @@ def coefficients(
     slopes: Sequence[Tensor],
     vocabulary: Vocabulary,
 ) -> tuple[Tensor, Tensor]:
-    """`Coefficients` in float32: [T, 3] outside, by_x in the log2 domain and at_target, and [T, K] named; nothing where masked."""
+    """`Coefficients` in float32: [T, 3] outside, by_x in the log2 domain and at_target, and [T, K] named.
+
+    Masked rows are left unset.
+    """
     factors = torch.empty(len(ids), 3, dtype=torch.float32, device=ids.device)
     named = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
     coefficients_kernel[(len(ids),)](
@@ -92,7 +95,7 @@ def _at_least(value, bound):
 def combine_kernel(
     shares, targets, mask, ids, singles, doubles, heads, ranks, rows, K, vocab_size, c, BLOCK: tl.constexpr
 ):
-    """One row: singles [4, rows] are log-probability, entropy, total and m of the tail, doubles [2, rows] log Q_tail and S."""
+    """One row: singles [4, rows] are log-probability, entropy, total and m of the tail, doubles log Q_tail and S."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     token = tl.load(ids + row * K + k, k < K, -1)

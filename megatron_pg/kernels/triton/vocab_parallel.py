@@ -1,8 +1,8 @@
-"""Log-probabilities and entropy from vocabulary-parallel logits in Triton: read, exchange, and in the backward read and write.
+"""Log-probabilities and entropy from vocabulary-parallel logits in Triton.
 
-`megatron_pg.kernels.logprobs` is the specification. The forward reads the logits once and keeps four numbers per token; the
-backward makes the gradient, over the logits themselves if asked. Rows that are masked, or whose upstream gradient is
-zero, are not read.
+`megatron_pg.kernels.logprobs` is the specification. The forward reads the logits once and keeps four numbers per token.
+The backward makes the gradient, over the logits themselves on request. Rows that are masked, or whose upstream gradient
+is zero, are not read.
 """
 
 import math
@@ -33,7 +33,7 @@ COMBINE_ROWS = 128
 
 
 class Walk(NamedTuple):
-    """How a program walks over a row: what is in flight covers the memory's latency, and no more than that fits at the row's end."""
+    """How a program reads a row: enough loads in flight to cover the memory's latency, few enough to fit at its end."""
 
     warps: int
     unroll: int  # tiles in flight, a vector of each thread in each
@@ -48,7 +48,7 @@ class Walk(NamedTuple):
         } | FUSED
 
     def blocks(self, logits: Tensor, columns: int) -> int:
-        """Programs of a row of `columns`, each of which takes what is in flight at once."""
+        """Programs per row of `columns`: each takes the tiles that are in flight at once."""
         return triton.cdiv(columns, 32 * self.warps * self.unroll * words_of(logits))
 
 
@@ -102,9 +102,9 @@ class TritonPlainReader(TritonReader[RowStatistics]):
 
 
 def _is_shifted(*matrices: Tensor) -> bool:
-    """Whether rows begin beside multiples of a vector, all matrices' alike, and the first one on one.
+    """Whether the rows of all matrices start at the same offset from a multiple of a vector, and the first row at one.
 
-    Kernels then read from the multiple before each row, and hide what is not the row's.
+    Kernels then read from the multiple before each row, and mask the columns before the row.
     """
     words = words_of(matrices[0])
     strides, dtypes = {each.stride(0) for each in matrices}, {each.dtype for each in matrices}
@@ -118,7 +118,7 @@ def log2_scale(vocabulary: Vocabulary) -> float:
 
 
 def rows_of(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> RowStatistics:
-    """[T] each of the whole vocabulary: in one launch where it is all here, else by `statistics`, an all-gather and `combine`."""
+    """[T] each of the whole vocabulary: one launch, or statistics, all-gather and combine over several ranks."""
     if vocabulary.ranks > 1:
         return combine(vocabulary.gather(statistics(logits, targets, mask, vocabulary)), targets, mask, vocabulary)
     out = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
@@ -174,7 +174,8 @@ def write_gradient(
 ) -> None:
     """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits.
 
-    `slopes`: [T] each, by log-probability and by entropy; None: the entropy is in no loss. `grad_loss`: [] their factor; None: 1.
+    `slopes`: [T] each, by log-probability and by entropy; None: no loss reads the entropy. `grad_loss`: [] their
+    factor; None: 1.
     """
     by_logprob, by_entropy = slopes
     by_entropy = None if by_entropy is None else by_entropy.contiguous()
@@ -218,7 +219,7 @@ def launch_gradient(
 
 @triton.jit
 def _row_start(row, stride, WORDS: tl.constexpr, SHIFTED: tl.constexpr):
-    """Where reading begins, a multiple of a vector if `SHIFTED`, and the words from there to the row."""
+    """Where reading starts, a multiple of a vector if `SHIFTED`, and the words from there to the row."""
     start = row * stride
     lead = 0
     if SHIFTED:
@@ -244,7 +245,7 @@ def statistics_kernel(
     SHIFTED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """One row per program: its statistics, or with `WHOLE` what `_store_row` makes of them; `first` is then 0.
+    """One row per program: its statistics, or with `WHOLE` the results of `_store_row`; `first` is then 0.
 
     Statistics are results[row] = m, s, t and the target's logit, 0 where another rank owns the target.
     """
@@ -298,7 +299,7 @@ def statistics_kernel(
 
 @triton.jit
 def _store_row(result, rows, m, s, t, target_logit, c, exists, trained, here):
-    """Log-probability, entropy, m and s of rows, each `rows` numbers behind the one before."""
+    """Log-probability, entropy, m and s of rows, each `rows` numbers after the previous one."""
     logprob, entropy = logprob_and_entropy(m, s, t, target_logit, c)
     logprob = tl.where(exists, logprob, float("nan"))
     tl.store(result, tl.where(trained, logprob, 0.0), here)
@@ -380,9 +381,11 @@ def gradient_kernel(
 ):
     """One block of one row: 2^x (constant + bend x) with x = z c - peak, and a more at the target.
 
-    Constant, bend and a are factors [rows, 3]. Without them the gradient is c ln2 (a (delta_j - p_j) - e p_j (log p_j + H)), with
-    a, e = by_logprobs, by_entropies times grad_loss. The last row comes first: `statistics_kernel` read it last, so it may
-    still be in the L2 cache.
+    Constant, bend and a are factors [rows, 3]. Without factors the gradient is
+
+        c ln2 (a (delta_j - p_j) - e p_j (log p_j + H)),   a, e = by_logprobs, by_entropies times grad_loss
+
+    The last row comes first: `statistics_kernel` read it last, so it may still be in the L2 cache.
     """
     TILE: tl.constexpr = THREADS * WORDS
     BENDS: tl.constexpr = factors is not None or by_entropies is not None

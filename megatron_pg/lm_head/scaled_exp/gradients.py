@@ -1,4 +1,4 @@
-"""Loss and gradients of mode "scaled_exp", a block of rows at a time, by the steps of `scaled_exp`."""
+"""Loss and gradients of mode "scaled_exp", a block of rows at a time, by the steps of `head`."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -37,7 +37,7 @@ class ScaledExpGradients(HeadGradients):
         self._steps = _steps(head.impl, weight, vocabulary)
 
     def losses(self, policy_loss: PolicyLoss, grad_scale: float) -> Iterator[PolicyGradientLoss]:
-        """The loss of each part of the rows, in order; the gradients for the upstream gradient `grad_scale` grow with it."""
+        """The loss of each part of the rows, in order; its gradients are for the upstream gradient `grad_scale`."""
         targets = policy_loss.fields.targets.contiguous()
         target_logits = self._steps.target_logits(self._hidden, self._rows, targets)
         if self._vocabulary.ranks > 1:
@@ -51,18 +51,18 @@ class ScaledExpGradients(HeadGradients):
             for part, shares in self._shares(states, scaled, target_logits[block], targets[block]):
                 chosen = policy_loss.at(slice(block.start + part.start, block.start + part.stop))
                 sums, logprobs = self._steps.logprobs(shares, targets[block][part])
-                found, slopes = _loss_and_slopes(chosen, logprobs, self._impl)
-                of_rows = ScaledExpOutput(found.loss, found.logprobs, found.log_ratios)
+                loss, slopes = _loss_and_slopes(chosen, logprobs, self._impl)
+                of_rows = ScaledExpOutput(loss.loss, loss.logprobs, loss.log_ratios)
                 self._steps.weigh(
                     states[part], scaled[part], targets[block][part], sums, slopes * grad_scale, v[part], of_rows
                 )
-                yield found
+                yield loss
             self._multiply(scaled, states, v, self._rows[block])
 
     def _shares(
         self, states: Tensor, scaled: Tensor, target_logits: Tensor, targets: Tensor
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Every rank's S [tp, c] of a block's rows in parts; those of one part travel under the product of the next."""
+        """Every rank's S [tp, c] of each part of a block, exchanged during the product of the next part."""
         parts, waiting = min(self._vocabulary.ranks, 2), []
         for part in products.slices(len(states), -(-len(states) // parts)):
             sums = self._steps.product(states[part], target_logits[part], targets[part], scaled[part])
@@ -91,18 +91,18 @@ def _steps(impl: str, weight: Tensor, vocabulary: Vocabulary) -> ScaledExp:
 
 
 def _loss_and_slopes(policy_loss: PolicyLoss, logprobs: Tensor, impl: str) -> tuple[PolicyGradientLoss, Tensor]:
-    """The loss of a part of the rows, and its derivatives by their log-probabilities, in memory of its own."""
+    """The loss of a part of the rows, and its derivatives by their log-probabilities, as fresh tensors."""
     if impl == "torch" or not policy_loss.token_kernel:
         return _by_torch(policy_loss, logprobs)
     from megatron_pg.kernels.triton.surrogate import surrogate_and_slopes  # torch alone must not need Triton
 
-    found, (slopes, _) = surrogate_and_slopes(policy_loss, logprobs, logprobs)  # no term reads the entropy
-    return replace(found, entropy=None), slopes
+    loss, (slopes, _) = surrogate_and_slopes(policy_loss, logprobs, logprobs)  # no term reads the entropy
+    return replace(loss, entropy=None), slopes
 
 
 def _by_torch(policy_loss: PolicyLoss, logprobs: Tensor) -> tuple[PolicyGradientLoss, Tensor]:
     with torch.enable_grad():
         leaf = logprobs.requires_grad_()
-        found = policy_loss(leaf)
-        slopes = torch.autograd.grad(found.loss, leaf, materialize_grads=True, allow_unused=True)[0]
-    return replace(found, loss=found.loss.detach(), logprobs=leaf.detach()), slopes
+        loss = policy_loss(leaf)
+        slopes = torch.autograd.grad(loss.loss, leaf, materialize_grads=True, allow_unused=True)[0]
+    return replace(loss, loss=loss.loss.detach(), logprobs=leaf.detach()), slopes

@@ -1,15 +1,17 @@
 """The mode "scaled_exp" of the fused head: its first product ends in scaled exponentials, so no logits are stored.
 
-One dot product per row gives the target's logit before the product. The product can therefore end in exponentials relative to the
-target. bfloat16 keeps them to the same relative precision at any size; their sums are never rounded below float32:
+One dot product per row gives the target's logit before the product. The product can therefore end in exponentials
+relative to the target. bfloat16 keeps them to the same relative precision at any size; their sums are never rounded
+below float32:
 
     s_j = z_j log2(e) / tau,   E_j = 2^(s_j - s_y - 60) for j != y,   S = sum_{j != y} E_j
     log π(y) = -log(1 + 2^60 S),   p_j = E_j / (S + 2^-60)
     E_y := -S,   v = -slope / (tau (S + 2^-60)),   dX = v ∘ (E W),   dW = E^T (v ∘ x)
 
-Here slope is the derivative of the loss by log π(y). With 60 both ends are far away: E keeps columns of 2^-66 of the target's
-probability, and is exact up to E = 2^90, that is log π(y) > -103. Below, S only gives an upper bound of the log-probability. If the
-loss is the same for all lower values (a ratio below its bound), the row has no gradient. Otherwise it is NaN, and the step stops.
+Here slope is the derivative of the loss by log π(y). With 60 both ends are far away: E keeps columns of 2^-66 of the
+target's probability, and is exact up to E = 2^90, that is log π(y) > -103. Below, S only gives an upper bound of the
+log-probability. If the loss is the same for all lower values (a ratio below its bound), the row has no gradient.
+Otherwise it is NaN, and the step stops.
 """
 
 import math
@@ -44,11 +46,11 @@ class ScaledExp:
     def target_logits(self, hidden: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
         """[n] s_y of the `rows` of hidden states [T, H]; 0 where another rank owns the target."""
         local, owned = self._vocabulary.owned(targets)
-        found = hidden.new_empty(len(rows), dtype=logits_dtype(hidden))
+        logits = hidden.new_empty(len(rows), dtype=logits_dtype(hidden))
         for part in products.slices(len(rows), products.chunk_rows(self._weight, 1)):
             states, of_targets = hidden.index_select(0, rows[part]), self._weight.index_select(0, local[part])
-            found[part] = (states.to(found.dtype) * of_targets.to(found.dtype)).sum(dim=1) * self._scale
-        return torch.where(owned, found, 0)
+            logits[part] = (states.to(logits.dtype) * of_targets.to(logits.dtype)).sum(dim=1) * self._scale
+        return torch.where(owned, logits, 0)
 
     def product(self, states: Tensor, target_logits: Tensor, targets: Tensor, scaled: Tensor) -> Tensor:
         """[c] S of this rank's columns. Fills `scaled` [c, V / tp] with E, 0 at targets and in padding."""
@@ -65,7 +67,7 @@ class ScaledExp:
         return sums
 
     def logprobs(self, shares: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """[c] S and log π(y) from every rank's S [tp, c], in rank order; NaN where the target is no token of the vocabulary."""
+        """[c] S and log π(y) from every rank's S [tp, c]; NaN where the target is not in the vocabulary."""
         sums = self._vocabulary.defined(shares.sum(dim=0), targets)
         return sums, logprobs_of(sums)
 
@@ -77,18 +79,18 @@ class ScaledExp:
         sums: Tensor,
         slopes: Tensor,
         v: Tensor,
-        found: ScaledExpOutput,
+        output: ScaledExpOutput,
     ) -> None:
         """Fills `v` [c], writes E at the targets and v ∘ x over the states x [c, H].
 
-        Where a row's loss depends on a log-probability that S does not tell, v and what was found of the row become NaN. A slope of 0
-        says that it does not only while the ratio is no upper one, which the true ratio may lie below.
+        If a row's loss depends on a log-probability that S does not determine, v and the row's output become NaN. A
+        slope of 0 shows independence only for a ratio below 1: the true ratio may be below a ratio above 1.
         """
-        depends = (slopes != 0) | (found.log_ratios > 0)
+        depends = (slopes != 0) | (output.log_ratios > 0)
         unknown = torch.where((sums >= 2.0**LIMIT) & depends, torch.nan, 0.0).to(v.dtype)
-        found.loss.add_(unknown.sum())
-        found.logprobs.add_(unknown)
-        found.log_ratios.add_(unknown)
+        output.loss.add_(unknown.sum())
+        output.logprobs.add_(unknown)
+        output.log_ratios.add_(unknown)
         v.copy_((unknown - slopes) / (sums + 2.0**-HEADROOM) / self._vocabulary.temperature)
         local, owned = self._vocabulary.owned(targets)
         at = local[:, None]
@@ -102,5 +104,5 @@ class ScaledExp:
 
 def logprobs_of(sums: Tensor) -> Tensor:
     """log π(y) of S, to the last bits near 0 too."""
-    far = sums.log() + HEADROOM * math.log(2)  # where 1 is no part of 1 + 2^60 S
+    far = sums.log() + HEADROOM * math.log(2)  # where 1 + 2^60 S rounds to 2^60 S
     return -torch.where(sums < 1, torch.log1p(sums * 2.0**HEADROOM), far)

@@ -1,8 +1,8 @@
-"""The steps of mode "scaled_exp" as kernels: a product whose last act is the softmax's, and what is done to rows before and after it.
+"""The steps of mode "scaled_exp" as kernels: a product that ends in exponentials, and the steps on rows around it.
 
-The product is persistent: a program takes one tile of rows and columns after the other, and the copies of the next tile travel while
-a tile ends. `GROUP` tiles of rows are taken for each tile of columns, so that what is read again is still in the L2 cache. The
-target and padding are hidden in the few tiles that hold any.
+The product is persistent: a program takes one tile of rows and columns after the other, and the next tile is copied
+while a tile ends. `GROUP` tiles of rows are taken for each tile of columns, so that repeated reads hit the L2 cache.
+The target and padding are masked in the few tiles that hold any.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ WIDTH = 1024  # of a row that one program reads at a time
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How the product is cut: a tile's rows, columns and depth, the tiles of rows per tile of columns, warps, stages and programs."""
+    """How the product is cut into tiles."""
 
     rows: int = 128
     columns: int = 256
@@ -37,14 +37,14 @@ class Tiles:
 
     @classmethod
     def of_width(cls, width: int) -> "Tiles":
-        """The fastest of those measured on an H200 (docs/kernels.md): the end of a tile weighs less, the wider its sums are."""
+        """The fastest measured on an H200 (docs/kernels.md): the end of a tile costs less the wider its sums are."""
         if width < 4096:
             return cls(columns=128, warps=4, programs=2)
         return cls() if width < 8192 else cls(group=16)
 
     @property
     def constants(self) -> dict[str, int]:
-        """What the kernel is compiled for, beside the types of its arguments."""
+        """The kernel's compile-time constants."""
         return {"M": self.rows, "N": self.columns, "K": self.depth, "GROUP": self.group, "PARTS": self.parts}
 
 
@@ -57,13 +57,13 @@ class TritonScaledExp(ScaledExp):
 
     def target_logits(self, hidden: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
         """By a kernel, a program per row."""
-        found = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
+        logits = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
         where = self._vocabulary.valid, self._vocabulary.first
         width = hidden.shape[1]
         target_kernel[(len(rows),)](
-            hidden, self._weight, rows, targets, found, *where, width, self._scale, BLOCK=WIDTH, **FUSED
+            hidden, self._weight, rows, targets, logits, *where, width, self._scale, BLOCK=WIDTH, **FUSED
         )
-        return found
+        return logits
 
     def product(self, states: Tensor, target_logits: Tensor, targets: Tensor, scaled: Tensor) -> Tensor:
         """By a kernel; the sums of its tiles' sums in a fixed order."""
@@ -92,12 +92,12 @@ class TritonScaledExp(ScaledExp):
 
     def logprobs(self, shares: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """By a kernel."""
-        sums, found = torch.empty(2, shares.shape[1], dtype=torch.float32, device=shares.device)
+        sums, logprobs = torch.empty(2, shares.shape[1], dtype=torch.float32, device=shares.device)
         grid = (triton.cdiv(len(sums), ROWS),)
         logprob_kernel[grid](
-            shares, targets, sums, found, len(shares), len(sums), self._vocabulary.size, BLOCK=ROWS, **FUSED
+            shares, targets, sums, logprobs, len(shares), len(sums), self._vocabulary.size, BLOCK=ROWS, **FUSED
         )
-        return sums, found
+        return sums, logprobs
 
     def weigh(
         self,
@@ -107,13 +107,13 @@ class TritonScaledExp(ScaledExp):
         sums: Tensor,
         slopes: Tensor,
         v: Tensor,
-        found: ScaledExpOutput,
+        output: ScaledExpOutput,
     ) -> None:
         """By a kernel, a program per row."""
         where = self._vocabulary.valid, self._vocabulary.first
         scalars = scaled.stride(0), states.shape[1], 1.0 / self._vocabulary.temperature
         weigh_kernel[(len(states),)](
-            states, scaled, targets, sums, slopes, v, *found, *where, *scalars, BLOCK=WIDTH, **FUSED
+            states, scaled, targets, sums, slopes, v, *output, *where, *scalars, BLOCK=WIDTH, **FUSED
         )
 
     def scatter(self, product: Tensor, v: Tensor, rows: Tensor, of_hidden: Tensor) -> None:
@@ -162,7 +162,10 @@ def scaled_exp_kernel(
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """scaled[i, j] = 2^(c z_ij - target_logits[i] - 60), 0 at targets and padding; sums [tiles of columns, rows] of them, unrounded."""
+    """scaled[i, j] = 2^(c z_ij - target_logits[i] - 60), 0 at targets and padding, and unrounded sums of them.
+
+    The sums are [tiles of columns, rows].
+    """
     tiles_m, tiles_n = tl.cdiv(rows, M), tl.cdiv(columns, N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         group = tile // (GROUP * tiles_n)
@@ -255,5 +258,5 @@ def scatter_kernel(products, v, rows, of_hidden, width, BLOCK: tl.constexpr):
     factor, row = tl.load(v + at), tl.load(rows + at).to(tl.int64)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        found = tl.load(products + at * width + column, column < width, 0.0) * factor
-        tl.store(of_hidden + row * width + column, found.to(of_hidden.dtype.element_ty), column < width)
+        value = tl.load(products + at * width + column, column < width, 0.0) * factor
+        tl.store(of_hidden + row * width + column, value.to(of_hidden.dtype.element_ty), column < width)

@@ -30,7 +30,7 @@ class Correction:
 
 
 NONE = Correction(name="none")
-_ENOUGH = 16  # equal tokens that are no accident
+_ENOUGH = 16  # equal tokens that are not an accident
 
 Factors = tuple[Tensor, Tensor]  # [n] float64 factor and [n] bool kept, of a sequence's n trained tokens
 

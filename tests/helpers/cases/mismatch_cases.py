@@ -138,7 +138,7 @@ def with_padding(logits: Tensor, mass: float) -> Tensor:
 
 
 def rounded(values: Tensor, bits: int) -> Tensor:
-    """Values with so many bits behind the leading one."""
+    """Values with so many bits after the leading one."""
     mantissa, exponent = torch.frexp(values)
     return torch.ldexp((mantissa * 2 ** (bits + 1)).round() / 2 ** (bits + 1), exponent)
 

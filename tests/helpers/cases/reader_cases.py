@@ -1,6 +1,8 @@
-"""Micro-batches for every kind of reader, and their loss by autograd in float64, row by row. Nothing of it is the package's.
+"""Micro-batches for every kind of reader, and their loss by autograd in float64, row by row. Nothing of it is the
+package's.
 
-Some rows are the objective's, some the further terms', some both, and some nobody's. Fields are NaN wherever no loss reads them.
+Some rows are the objective's, some the further terms', some both, and some nobody's. Fields are NaN wherever no loss
+reads them.
 """
 
 import math
@@ -145,7 +147,8 @@ class ReaderCase:
         return replace(self, policy_loss=replace(self.policy_loss, fields=TokenFields.of(moved)))
 
     def expected(self, logits: Tensor, temperature: float, teacher_logits: Tensor | None = None) -> Tensor:
-        """The sum of all losses; rows [T, V] that no loss reads are not read here. `teacher_logits`: one row per state."""
+        """The sum of all losses; rows [T, V] that no loss reads are not read here. `teacher_logits`: one row per
+        state."""
         total = torch.zeros((), dtype=torch.float64)
         for t in self.policy_loss.fields.mask.nonzero()[:, 0].tolist():
             for value in self._losses(t, logits[t, : self.size] / temperature, temperature, teacher_logits):

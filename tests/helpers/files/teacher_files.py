@@ -10,7 +10,7 @@ DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", to
 
 
 def write_head(path: Path, weight: Tensor, name: str = "weight", **entry: object) -> None:
-    """One tensor behind another that nobody asks for; `entry` changes what the header says of it."""
+    """One tensor after another that nobody asks for; `entry` changes what the header says of it."""
     other, content = bytes(12), weight.contiguous().view(torch.uint8).numpy().tobytes()
     places = [0, len(other)], [len(other), len(other) + len(content)]
     header = {

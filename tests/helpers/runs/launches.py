@@ -1,4 +1,4 @@
-"""Processes, most of them real ranks, that run behind the other tests: they start slowly and wait much.
+"""Processes, most of them real ranks, that run in the background of the other tests: they start slowly and wait much.
 
     @launches.launch
     def results(folder, full):

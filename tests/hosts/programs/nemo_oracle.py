@@ -1,12 +1,15 @@
-"""Rows as NeMo-RL's driver has them, and every gradient and metric of a step over them, by plain loops in float64."""
+"""Rows as NeMo-RL's driver has them, and every gradient and metric of a step over them, by the oracle in float64."""
 
-import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import metric_oracle
+import numpy as np
+import step_oracle
 import torch
+from step_oracle import Document, Settings, StepResult, Term
 from torch import Tensor
 
 VOCABULARY, WIDTH = 14, 20  # columns of the logits, and of the rows
@@ -85,21 +88,6 @@ def rows_of(found: dict[str, Tensor], first: int, last: int) -> list[Row]:
     return rows
 
 
-def denominators(mode: str, rows: Sequence[Row]) -> list[float]:
-    """What a row's trained token is divided by; rows that the sample mask leaves out are nobody."""
-    n = sum(row.is_counted for row in rows)
-    total = sum(len(row.trained) for row in rows)
-    prompts = {row.prompt for row in rows if row.is_counted}
-    of_prompt = {prompt: sum(len(row.trained) for row in rows if row.prompt == prompt) for prompt in prompts}
-    per_row = {
-        "sample_mean": lambda row: n * len(row.trained),
-        "token_mean": lambda row: total,
-        "constant": lambda row: n * DIVISOR,
-        "prompt_mean": lambda row: len(prompts) * of_prompt[row.prompt],
-    }[mode]
-    return [float(per_row(row)) if row.is_counted else math.inf for row in rows]
-
-
 @dataclass(frozen=True)
 class Case:
     """A loss."""
@@ -107,12 +95,23 @@ class Case:
     mode: str  # of the aggregation
     objective: str = "grpo"
     tis: bool = False
-    kl: Callable[[Tensor], Tensor] | None = None  # of log π - log π_ref
+    kl: str | None = None  # estimator
     kl_mode: str = "sample_mean"
 
-
-def k3(x: Tensor) -> Tensor:
-    return (-x).exp() - 1 + x
+    @property
+    def settings(self) -> Settings:
+        """Every row is its own rollout."""
+        kl = [Term("kl", "kl", BETA, self.kl_mode, on="rl", estimator=self.kl)] if self.kl else []
+        return Settings(
+            objective=self.objective,
+            numbers={"clip_eps_low": LOW, "clip_eps_high": HIGH, "cispo_cap": CAP},
+            aggregation=self.mode,
+            divisor=DIVISOR,
+            correction="tis" if self.tis else "none",
+            correction_low=TIS_LOW,
+            correction_high=TIS_HIGH,
+            terms=kl,
+        )
 
 
 class Found(NamedTuple):
@@ -122,90 +121,69 @@ class Found(NamedTuple):
     metrics: dict[str, float]
 
 
-def token_loss(case: Case, logprob: Tensor, old: float, advantage: float) -> Tensor:
-    ratio = (logprob - old).exp()
-    if case.objective == "cispo":
-        return -ratio.detach().clamp(1 - LOW, CAP) * advantage * logprob
-    return -torch.minimum(ratio * advantage, ratio.clamp(1 - LOW, 1 + HIGH) * advantage)
-
-
 def oracle(parameters: Sequence[Tensor], rows: Sequence[Row], case: Case) -> Found:
-    """Of sum over rows i and trained tokens t of κ_it · loss_it / d_i, and of β times the sum of kl_it / d'_i."""
-    embedding, head = (p.detach().double().requires_grad_() for p in parameters)
-    policy = penalty = torch.zeros((), dtype=torch.float64)
-    sums: dict[str, float] = {}
-    for row, d, u in zip(rows, denominators(case.mode, rows), denominators(case.kl_mode, rows), strict=True):
-        if not row.trained:
-            continue
-        logits = {t: head @ embedding[row.tokens[t - 1]] for t in row.trained}
-        logprobs = {t: logits[t][row.tokens[t]] - logits[t].logsumexp(0) for t in row.trained}
-        old, rollout = row.values["prev_logprobs"], row.values["generation_logprobs"]
-        factors = dict.fromkeys(row.trained, 1.0)
-        if case.tis:
-            factors = {t: min(max(math.exp(old[t] - rollout[t]), TIS_LOW), TIS_HIGH) for t in row.trained}
-        if case.objective == "gspo":
-            mean = sum(logprobs[t] - old[t] for t in row.trained) / len(row.trained)
-            advantage = sum(row.values["advantages"][t] for t in row.trained) / len(row.trained)
-            losses = dict.fromkeys(row.trained, token_loss(case, mean, 0.0, advantage))
-        else:
-            losses = {t: token_loss(case, logprobs[t], old[t], row.values["advantages"][t]) for t in row.trained}
-        policy = policy + sum(factors[t] * losses[t] / d for t in row.trained)
-        if case.kl:
-            reference = row.values["reference_policy_logprobs"]
-            penalty = penalty + sum(case.kl(logprobs[t] - reference[t]) / u for t in row.trained)
-        _add(sums, row, {t: float(logprobs[t].detach()) for t in row.trained}, factors)
-    total = policy + BETA * penalty
-    return Found(
-        list(torch.autograd.grad(total, (embedding, head))),
-        _metrics(sums, rows, float(policy.detach()), float(penalty.detach())),
+    """Of the rows that the sample mask counts, through a model of an embedding and a head."""
+    embedding, head = (p.detach().double().numpy() for p in parameters)
+    counted = [row for row in rows if row.is_counted]
+    documents = [_document(row, embedding, head) for row in counted]
+    result = step_oracle.run(documents, case.settings)
+    gradients = np.zeros_like(embedding), np.zeros_like(head)
+    for row, slopes in zip(counted, result.gradients, strict=True):
+        before = row.tokens[:-1]
+        np.add.at(gradients[0], before, slopes @ head)
+        gradients[1][:] += slopes.T @ embedding[before]
+    return Found([torch.from_numpy(gradient) for gradient in gradients], _metrics(documents, case, result))
+
+
+def _document(row: Row, embedding: np.ndarray, head: np.ndarray) -> Document:
+    """All tokens but the first, of which some are trained."""
+    fields = {
+        "old": "prev_logprobs",
+        "advantages": "advantages",
+        "rollout": "generation_logprobs",
+        "ref": "reference_policy_logprobs",
+    }
+    mask = np.zeros(len(row.tokens) - 1, dtype=bool)
+    mask[np.array(row.trained, dtype=int) - 1] = True
+    return Document(
+        logits=embedding[row.tokens[:-1]] @ head.T,
+        targets=np.array(row.tokens[1:]),
+        mask=mask,
+        **{short: np.array(row.values[name][1 : len(row.tokens)]) for short, name in fields.items()},
+        prompt_id=row.prompt,
     )
 
 
-def _add(sums: dict[str, float], row: Row, logprobs: dict[int, float], factors: dict[int, float]) -> None:
-    """A row's mean of what is measured per token, and its sums over tokens."""
-    n, old = len(row.trained), row.values["prev_logprobs"]
-    rollout = row.values["generation_logprobs"]
-    log_ratios = {t: logprobs[t] - old[t] for t in row.trained}
-    per_token = {
-        "new_logprobs": logprobs,
-        "old_logprobs": {t: old[t] for t in row.trained},
-        "ratio_new_old": {t: math.exp(d) for t, d in log_ratios.items()},
-        "mean_abs_log_ratio": {t: abs(d) for t, d in log_ratios.items()},
-        "kl_new_old": {t: math.exp(d) - 1 - d for t, d in log_ratios.items()},
-        "advantage": {t: row.values["advantages"][t] for t in row.trained},
-        "correction_factor": factors,
-    }
+def _metrics(documents: Sequence[Document], case: Case, result: StepResult) -> dict[str, float]:
+    """Ours, and those of NeMo-RL, which are means over tokens."""
+    found = metric_oracle.policy_tokens(documents, 1.0)
+    new, old, rollout = (np.concatenate([getattr(own, name) for own in found]) for name in ("new", "old", "rollout"))
+    ratios = np.exp(new - old)
+    policy = result.terms["rl"]
+    means = [float(own.mean()) for own in policy.factors if own is not None]
+    kl = result.terms["kl"].loss if case.kl else 0.0
     of_tokens = {
-        "probs_ratio": sum(math.exp(d) for d in log_ratios.values()),
-        "token_mult_prob_error": sum(math.exp(abs(rollout[t] - old[t])) for t in row.trained),
-        "gen_kl_error": sum(math.exp(old[t] - rollout[t]) - 1 - old[t] + rollout[t] for t in row.trained),
-        "policy_kl_error": sum(math.exp(rollout[t] - old[t]) - 1 - rollout[t] + old[t] for t in row.trained),
-        "sampling_importance_ratio": sum(math.exp(old[t] - rollout[t]) for t in row.trained),
-        "approx_entropy": -sum(math.exp(logprobs[t] - rollout[t]) * logprobs[t] for t in row.trained),
-        "js_divergence_error": sum(_js(old[t], rollout[t]) for t in row.trained),
+        "probs_ratio": ratios,
+        "token_mult_prob_error": np.exp(np.abs(rollout - old)),
+        "gen_kl_error": np.exp(old - rollout) - 1 - old + rollout,
+        "policy_kl_error": np.exp(rollout - old) - 1 - rollout + old,
+        "sampling_importance_ratio": np.exp(old - rollout),
+        "approx_entropy": -np.exp(new - rollout) * new,
+        "js_divergence_error": _js(old, rollout),
     }
-    for name, values in per_token.items():
-        sums[f"mean {name}"] = sums.get(f"mean {name}", 0.0) + sum(values.values()) / n
-    for name, value in of_tokens.items():
-        sums[name] = sums.get(name, 0.0) + value
-    ratios = [math.exp(d) for d in log_ratios.values()]
-    sums["probs_ratio_min"] = min(sums.get("probs_ratio_min", math.inf), *ratios)
-    sums["probs_ratio_max"] = max(sums.get("probs_ratio_max", -math.inf), *ratios)
+    return {
+        **metric_oracle.token_metrics(documents, case.settings),
+        **{name: float(values.mean()) for name, values in of_tokens.items()},
+        "correction_factor": sum(means) / len(means),
+        "pg_loss": policy.loss,
+        "kl_loss": kl,
+        "loss": policy.loss + BETA * kl,
+        "probs_ratio_min": float(ratios.min()),
+        "probs_ratio_max": float(ratios.max()),
+        "num_valid_samples": float(len(documents)),
+    }
 
 
-def _js(p: float, q: float) -> float:
-    mixture = math.log(0.5 * math.exp(p) + 0.5 * math.exp(q))
-    return 0.5 * sum(math.exp(x - mixture) - (x - mixture) - 1 for x in (p, q))
-
-
-def _metrics(sums: dict[str, float], rows: Sequence[Row], policy: float, penalty: float) -> dict[str, float]:
-    documents, tokens = sum(bool(row.trained) for row in rows), sum(len(row.trained) for row in rows)
-    found = {"pg_loss": policy, "kl_loss": penalty, "loss": policy + BETA * penalty}
-    for name, value in sums.items():
-        if name.startswith("mean "):
-            found[name.removeprefix("mean ")] = value / documents
-        elif name.startswith("probs_ratio_m"):
-            found[name] = value
-        else:
-            found[name] = value / tokens
-    return found | {"num_valid_samples": float(sum(row.is_counted for row in rows)), "num_tokens": float(tokens)}
+def _js(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    mixture = np.log(0.5 * np.exp(p) + 0.5 * np.exp(q))
+    return 0.5 * sum(np.exp(x - mixture) - (x - mixture) - 1 for x in (p, q))

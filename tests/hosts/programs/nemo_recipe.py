@@ -28,7 +28,7 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({}, {}),
     "gspo": ({"sequence_level_importance_ratios": True}, {"objective": "gspo"}),
     "cispo, TIS": ({"use_cispo": True, "ratio_clip_max": CAP - 1, **TIS}, {"objective": "cispo", "tis": True}),
-    "grpo, KL": ({"reference_policy_kl_penalty": BETA}, {"kl": nemo_oracle.k3}),
+    "grpo, KL": ({"reference_policy_kl_penalty": BETA}, {"kl": "k3"}),
 }
 LAYOUTS = {  # context- and tensor-parallel size, and how rows make micro-batches
     "dp2, padded rows": (1, 1, "padded"),
@@ -179,7 +179,7 @@ def theirs(*, rows: str) -> dict[str, float]:
         "token_mean, cispo, TIS": (LOSSES["cispo, TIS"][0], Case("token_mean", "cispo", tis=True)),
         "token_mean, grpo, KL": (
             {"reference_policy_kl_penalty": BETA, **UNCLAMPED},
-            Case("token_mean", kl=lambda x: x.square() / 2, kl_mode="token_mean"),
+            Case("token_mean", kl="k2", kl_mode="token_mean"),
         ),
     }
     return {

@@ -339,7 +339,7 @@ def floor(verl: SimpleNamespace) -> float:
 
 
 def filled(verl: SimpleNamespace) -> float:
-    """With rows that fill a batch up, which are no rollouts: at the begin, in the middle, and all that a rank has."""
+    """With rows that fill a batch up, which are not rollouts: at the start, in the middle, and all that a rank has."""
     options = OBJECTIVES["grpo"] | AGGREGATIONS["sample_mean"]
     samples, filling = batch(), [_filling(i) for i in range(12)]
     gradients, _ = expected(samples, settings_of(options))

@@ -36,7 +36,7 @@ def wrap_fsdp(config: Any, options: frozenset[str], model: Any) -> Any:
     _on_cpu()
     if "fsdp2" in options:
         config.transformer_impl = "local"
-        if "unit" in options:  # as it is with Transformer Engine: the output layer's weight is freed behind its forward
+        if "unit" in options:  # as it is with Transformer Engine: the output layer's weight is freed after its forward
             layer = model.output_layer
             layer.__class__ = type("OutputLayer", (type(layer),), {})  # the other layers' are of its type here
             model._fsdp_modules = [type(layer)]
@@ -51,7 +51,7 @@ def wrap_fsdp(config: Any, options: frozenset[str], model: Any) -> Any:
     )
     if hasattr(settings, "gradient_reduce_div_fusion"):
         settings.gradient_reduce_div_fusion = False  # a sum of products is NCCL's
-    with mock.patch.object(torch.cuda, "current_device", return_value=0):  # written behind "cuda:"
+    with mock.patch.object(torch.cuda, "current_device", return_value=0):  # written after "cuda:"
         return FullyShardedDataParallel(config, settings, model, device=torch.device("cpu"))
 
 

@@ -2,8 +2,8 @@
 
     KILL="step calls"
 
-Calls, not seconds: the point is anywhere in a step, in a file that is being written too, and on no machine behind the
-    end.
+Calls, not seconds: the point is anywhere in a step, in a file that is being written too, and on
+no machine after the end.
 """
 
 import os

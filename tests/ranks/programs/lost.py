@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 SILENCE = timedelta(seconds=8)  # that a stopped rank is waited for: --distributed-timeout-minutes of a real job
 PATIENCE = timedelta(minutes=15)  # for every other wait, and before the fault: a loaded machine is slow
-LOST_STEP, STEPS = 2, 4  # the fault is in the second step, or behind it
+LOST_STEP, STEPS = 2, 4  # the fault is in the second step, or after it
 
 STARTUP = ("arguments", "model", "data", "barrier")  # points of `lost_in_pretrain` before the first step
 
@@ -61,7 +61,7 @@ def lose(kind: str) -> None:
 def wait_no_longer_than(silence: timedelta) -> None:
     """In every group. A peer that is only slow is then taken for a stopped one, which is the same error.
 
-    Between stages a group's first timeout holds for ever, so that it is given to every wait, and is longer: the other
+    Between stages a group's first timeout never changes. So every wait gets one, which is longer: the other
     collectives end by their group's.
     """
     for group in list(distributed_c10d._world.pg_map):

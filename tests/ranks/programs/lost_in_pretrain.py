@@ -2,7 +2,7 @@
 
 Its points are, in the order of a job: `arguments`, before the ranks know each other; `model` and `data`, in the
 providers; `barrier`, before a collective of the script's own, in which the others wait and cannot be told; `batch`,
-`forward`, `backward` and `optimizer`, in the second step; `between`, in the callback behind it; `checkpoint`, where
+`forward`, `backward` and `optimizer`, in the second step; `between`, in the callback after it; `checkpoint`, where
 every rank begins to save, and `writing`, in the middle of a file, which rank 0 alone writes.
 """
 

@@ -2,10 +2,10 @@
 
     python tests/ranks/programs/lost_ranks.py OUT_DIR WRITERS case [case …]
 
-A case is `layout-signal-point-victim`, such as `dp2-kill-forward-1`, of its own loop (`lost_in_step.py`), or behind
-`pretrain-` a launch script (`lost_in_pretrain.py`). This process imports everything once and forks the ranks of each
-case, because a lost rank cannot be used again; cases wait for timeouts at the same time. WRITERS processes are killed
-while they write files. Only the peers of a stopped rank wait by the clock: they cannot notice it otherwise.
+A case is `layout-signal-point-victim`, such as `dp2-kill-forward-1`, in the package's loop (`lost_in_step.py`), or
+after `pretrain-` a launch script (`lost_in_pretrain.py`). This process imports everything once and forks the ranks of
+each case, because a lost rank cannot be used again; cases wait for timeouts at the same time. WRITERS processes are
+killed while they write files. Only the peers of a stopped rank wait by the clock: they cannot notice it otherwise.
 """
 
 import itertools

@@ -65,7 +65,7 @@ def settings(fault: str, loss: LossSettings) -> LossSettings:
         correction = Correction(name=PENALTY, fraction=0.25, coef=0.5)
         metrics = metrics_of("with_entropy", terms, correction)
         return dataclasses.replace(loss, correction=correction, terms=terms, metrics=metrics)
-    if fault == "gspo":  # no fault: a term of whole sequences and one of its own weights
+    if fault == "gspo":  # no fault: a term of whole sequences and one with its own weights
         gspo = objective_of("gspo", clip_eps_low=0.9, clip_eps_high=9.0)
         return dataclasses.replace(
             loss, terms=dataclasses.replace(loss.terms, objective=gspo, further=kl_and_entropy(entropy_coef=0.1))

@@ -301,7 +301,7 @@ def save_gradients(path: Path, layout: Layout, wrapped: list[DistributedDataPara
 
 
 def _gather_shards(wrapped: list[DistributedDataParallel]) -> None:
-    """Under the distributed optimizer a rank holds the sum of its own shard of every bucket only."""
+    """Under the distributed optimizer a rank holds the sum of only its shard of every bucket."""
     dense, expert = (
         parallel_state.get_data_parallel_group(with_context_parallel=True),
         parallel_state.get_expert_data_parallel_group(),

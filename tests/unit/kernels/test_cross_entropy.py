@@ -7,7 +7,6 @@ import torch
 from megatron_pg.kernels import Vocabulary, cross_entropy
 from megatron_pg.lm_head import Head, head_cross_entropy
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 ROWS = torch.tensor([0, 2, 3, 6])
 SIZE = 11  # of 12 columns; the last one is padding
 

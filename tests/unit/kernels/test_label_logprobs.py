@@ -9,8 +9,6 @@ import torch
 from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.label_logprobs import label_logprobs
 
-pytestmark = [pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")]
-
 
 def logprobs_and_entropy(logits, targets, **options):
     return label_logprobs(logits, targets, Vocabulary.of(logits.shape[1], **options), impl="torch")

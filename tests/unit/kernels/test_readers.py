@@ -1,4 +1,5 @@
-"""Every reader from stored logits and from a head's chunks, by every implementation, against one loss written out in float64."""
+"""Every reader from stored logits and from a head's chunks, by every implementation, against one loss written out in
+float64."""
 
 import math
 import threading
@@ -25,11 +26,6 @@ LIMITS = {  # of stored logits and of heads, whose products are rounded too
     ("head", torch.float32): 1e-5,
 }
 
-pytestmark = [  # of Triton's interpreter, which computes in NumPy
-    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-]
-
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
@@ -55,7 +51,8 @@ def stored_logits(case: ReaderCase, tables: tuple[torch.Tensor, ...]) -> torch.T
 
 
 def run(case: ReaderCase, source: str, impl: str, tables: tuple[torch.Tensor, ...], group=None, rank: int = 0) -> tuple:
-    """The result at an upstream gradient of `SCALE`, and the gradients by hidden states and weight, or by logits and None."""
+    """The result at an upstream gradient of `SCALE`, and the gradients by hidden states and weight, or by logits and
+    None."""
     ranks = 1 if group is None else group.size()
     hidden, weight, teacher_weight = tables[0], *(each.chunk(ranks)[rank] for each in tables[1:])
     vocabulary = Vocabulary.of(len(weight), temperature=TEMPERATURE, vocab_size=case.size, tp_group=group)

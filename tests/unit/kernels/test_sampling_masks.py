@@ -1,4 +1,5 @@
-"""Distributions over what could be sampled: properties of every implementation. Values and gradients: `test_readers`."""
+"""Distributions over what could be sampled: properties of every implementation. Values and gradients:
+`test_readers`."""
 
 import dataclasses
 
@@ -20,12 +21,7 @@ from megatron_pg.objectives import objective_of
 DTYPES = {"torch": torch.float64, "triton": torch.float32}
 PADDING, TEMPERATURE = 3, 0.8
 
-pytestmark = [
-    pytest.mark.usefixtures("on_the_device"),
-    # of Triton's interpreter, which computes in NumPy
-    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-]
+pytestmark = [pytest.mark.usefixtures("on_the_device")]
 BY_EVERY_IMPL = pytest.mark.parametrize(("impl", "inplace"), [("torch", False), ("triton", False), ("triton", True)])
 
 
@@ -120,7 +116,8 @@ def test_a_sampling_mask_without_a_token_of_the_vocabulary_is_seen(impl):
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_on_the_policy_that_sampled_the_ratio_is_1(impl, monkeypatch):
-    """The sampler keeps 0.95 of the probability of float32 logits and reports the log-probabilities of the rest, in float64."""
+    """The sampler keeps 0.95 of the probability of float32 logits and reports the log-probabilities of the rest, in
+    float64."""
     torch.manual_seed(8)
     monkeypatch.setattr(products, "chunk_rows", lambda *_: 5)
     rows, columns = 12, 200

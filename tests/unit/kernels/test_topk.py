@@ -20,11 +20,6 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 LIMITS = {"torch": 1e-12, "triton": 4e-6}  # of float64 and float32
 
-pytestmark = [  # of Triton's interpreter, which computes in NumPy
-    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-]
-
 
 def run(case: ReaderCase, logits: torch.Tensor, impl: str, *, inplace: bool = False, temperature: float = 0.8):
     """Loss and gradient; the logits have a column of padding."""

@@ -39,11 +39,6 @@ DEVICE = "cuda" if CUDA else "cpu"
 CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
 REAL_SIZES = products.chunk_rows, products.block_rows
 
-pytestmark = [  # of Triton's interpreter, which computes in NumPy
-    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-]
-
 
 @dataclass(frozen=True)
 class Case:

@@ -1,4 +1,5 @@
-"""The fused head with a teacher's hidden states: properties and errors. Values and gradients: `kernels/test_readers`."""
+"""The fused head with a teacher's hidden states: properties and errors. Values and gradients:
+`kernels/test_readers`."""
 
 from dataclasses import dataclass, replace
 
@@ -16,11 +17,6 @@ from megatron_pg.lm_head import Head, policy_gradient_head_loss, products
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 IMPLS = [("torch", torch.float64), ("torch", torch.float32), ("triton", torch.float32)]
-
-pytestmark = [  # of Triton's interpreter, which computes in NumPy
-    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +114,8 @@ def test_a_number_that_is_none_stays_visible(whose, kind, impl, dtype):
 
 @pytest.mark.parametrize(("impl", "dtype"), IMPLS)
 def test_far_apart_they_are_as_far_as_they_are(impl, dtype):
-    """Each gives nearly everything to a token to which the other gives e^-400: no clamp hides it, and its gradient is there."""
+    """Each gives nearly everything to a token to which the other gives e^-400: no clamp hides it, and its gradient is
+    there."""
     parts = Parts.draw("full_forward_kl", dtype)
     term = parts.policy_loss.terms.further[0]
     logits, theirs = torch.tensor([[0.0, 400.0, 3.0]] * 2), torch.tensor([[400.0, 0.0, 3.0]] * 2)

@@ -62,7 +62,7 @@ def test_a_path_with_a_colon_needs_the_name(tmp_path):
 def test_another_entry_is_refused(entry, reason, tmp_path):
     write_head(tmp_path / "h", WEIGHT, **entry)
     with pytest.raises(
-        ValueError, match=rf"--pg-teacher-head .* is no safetensors file with a matrix weight .*{reason}"
+        ValueError, match=rf"--pg-teacher-head .* is not a safetensors file with a matrix weight .*{reason}"
     ):
         TeacherHead.of(str(tmp_path / "h"))
 
@@ -80,7 +80,7 @@ def test_another_entry_is_refused(entry, reason, tmp_path):
 )
 def test_another_file_is_refused(content, reason, tmp_path):
     (tmp_path / "h").write_bytes(content)
-    with pytest.raises(ValueError, match=rf"is no safetensors file with a matrix weight .*{reason}"):
+    with pytest.raises(ValueError, match=rf"is not a safetensors file with a matrix weight .*{reason}"):
         TeacherHead.of(str(tmp_path / "h"))
 
 

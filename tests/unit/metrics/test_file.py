@@ -212,7 +212,7 @@ def test_a_process_that_has_ended_is_not_named_as_the_writer(tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     lock.write_text(f"pid {ended.pid} on host {os.uname().nodename}\n")
-    with pytest.raises(ValueError, match=r"m\.jsonl is being written by a process that another one left behind; two"):
+    with pytest.raises(ValueError, match=r"m\.jsonl is being written by a process that another run started; two"):
         MetricsFile(path)
     first.close()
 

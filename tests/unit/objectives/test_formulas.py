@@ -333,8 +333,6 @@ def test_a_value_that_is_not_finite_at_a_trained_token_stays_visible(name):
     assert torch.isnan(loss(bad).loss)
 
 
-@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")  # Triton's interpreter
-@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # it computes in NumPy
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_triton_equals_torch_in_float32(name):
     generator = torch.Generator().manual_seed(7)

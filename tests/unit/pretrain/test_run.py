@@ -86,7 +86,7 @@ def test_an_evaluation_between_two_steps_is_not_logged_as_one(session):
 
 @pytest.mark.parametrize("error", [None, StepPlanError("a mistake"), SystemExit(1), KeyboardInterrupt()])
 def test_megatron_is_left_as_it_was_however_the_run_ends(monkeypatch, error):
-    """Or a second `pretrain` of the process would log every step twice, behind the writers of the first."""
+    """Or a second `pretrain` of the process would log every step twice, to the writers of the first, too."""
     places = [
         (run.training, ("get_forward_backward_func", "training_log", "num_floating_point_operations")),
         (run.checkpointing, ("check_checkpoint_args",)),

@@ -34,12 +34,6 @@ SENTINEL = -123.0
 ROWS = [name for name, declared in OBJECTIVES.items() if not declared.no_token_kernel and not declared.reads_sequences]
 KL = {"kl_coef": 0.3, "kl_estimator": "k1_weighted"}
 
-pytestmark = [
-    # the interpreter computes in NumPy
-    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-]
-
 
 @dataclass(frozen=True)
 class Case:

@@ -20,11 +20,6 @@ from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradie
 from megatron_pg.kernels.triton import segments
 from megatron_pg.kernels.triton.surrogate import BLOCK, surrogate_and_slopes, surrogate_loss
 
-pytestmark = [
-    # the interpreter computes in NumPy
-    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = [name for name, declared in OBJECTIVES.items() if not declared.no_token_kernel]
 PER_TOKEN = ("old_logprobs", "advantages", "weights", "corrections", "ref_logprobs")

@@ -20,11 +20,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LN2 = math.log(2.0)
 DOUBLE, SINGLE = 1e-13, 2.0**-22  # what is float64 to the end, and what is rounded at it, relative to 1 + its magnitude
 
-pytestmark = [  # of Triton's interpreter, which computes in NumPy
-    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-]
-
 
 def vocabularies(columns: int, ranks: int, size: int) -> list[Vocabulary]:
     """Of each rank, at a temperature that float32 has."""

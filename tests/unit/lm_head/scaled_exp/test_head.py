@@ -24,11 +24,6 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 IMPLS = [("torch", torch.float64), ("torch", torch.float32), ("triton", torch.bfloat16 if CUDA else torch.float32)]
 
-pytestmark = [  # of Triton's interpreter, which computes in NumPy
-    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-]
-
 
 def fields_of(rows: int, columns: int, **changes: torch.Tensor) -> TokenFields:
     known = {
