@@ -184,7 +184,7 @@ def _first_statistics(
 
 @gluon.jit
 def _write_outside_shared(
-    z_row,
+    source,
     g_row,
     kept,
     key,
@@ -213,7 +213,9 @@ def _write_outside_shared(
             out = _tile_gradient(_opaque(kept[k], key, KIND), column_terms, dtype, KIND, layout, BONUS)
             gl.store(g_row + at, out, mask=g_offsets < columns - at)
         if ROW.streamed > 0:
-            _stream_gradients(z_row, g_row, offsets, g_offsets, columns // PAIR, column_terms, KIND, BONUS, ROW)
+            z_words, row, z_stride = source
+            z_this = z_words + row * z_stride + offsets
+            _stream_gradients(z_this, g_row, offsets, g_offsets, columns // PAIR, column_terms, KIND, BONUS, ROW)
     else:
         zeros = gl.full((ROW.threads, WORDS * PAIR), 0.0, dtype, layout)
         for start in range(0, columns, TILE * PAIR):
@@ -469,11 +471,11 @@ def single_pass_kernel(
         following = row + gl.num_programs(0)
         live_next = gl.load(fields.mask + following, mask=following < rows, other=0) != 0
         limit = gl.where(live_next, width, 0)
-        z_this = z_words + row * z_stride + offsets
         z_next = z_words + following * z_stride
         g_row = gradients + row * gradients_stride + g_offsets
+        source = (z_words, row, z_stride)
         _write_outside_shared(
-            z_this, g_row, kept, key, offsets, g_offsets, columns, moves, column_terms, KIND, BONUS, ROW
+            source, g_row, kept, key, offsets, g_offsets, columns, moves, column_terms, KIND, BONUS, ROW
         )
 
         # 3. The gradient of each group, and in its place the next row. The registers of the kept tiles are free now.
