@@ -124,6 +124,8 @@ class ReaderCase:
             | ({"rl": TermFields(mask=masks["rl"])} if has_own else {}),
         )
         objective = objective_of("grpo", clip_eps_low=LOW, clip_eps_high=HIGH)
+        if sets:  # a slope that is not a ratio shows the rounding of the distributions alone
+            objective = objective_of("reinforce")
         loss = LossTerms(
             objective=objective,
             grad_divisor=2.0,

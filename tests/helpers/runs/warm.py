@@ -203,7 +203,7 @@ def become(request: dict, set_at_import: dict[str, str]) -> None:
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.path[0], sys.argv = str(Path(words[0]).resolve().parent), words
-        runpy.run_path(words[0], run_name="__main__")
+        runpy.run_path(os.path.abspath(words[0]), run_name="__main__")  # `__file__` is absolute, as Python has it
 
 
 def _import() -> dict[str, str]:

@@ -17,7 +17,7 @@ import forked
 import torch
 from megatron.training import argument_utils, arguments, training
 
-from megatron_pg import pretrain
+from megatron_pg.pretrain import pretrain, run
 
 INVALID = ["--loss-aggregation", "constant"]  # without its divisor
 
@@ -30,7 +30,7 @@ def run_rank(rank: int, flags: list[str], pipe: tuple[int, int]) -> None:
         args = extra_args_provider(ArgumentParser()).parse_args(flags)
         if rank == 0 and not os.read(reader, 1):  # rank 1 has ended
             signal.pause()
-        pretrain.get_args = lambda: args
+        run.get_args = lambda: args
         return args
 
     def of_megatron(cfg_container, model_provider, **rest):
@@ -45,7 +45,7 @@ def run_rank(rank: int, flags: list[str], pipe: tuple[int, int]) -> None:
     provider.is_distributed = True
     argument_utils.pretrain_cfg_container_from_args = lambda args: args
     arguments.parse_and_validate_args, training.pretrain = parse_and_validate_args, of_megatron
-    pretrain.pretrain(provider, provider, None)
+    pretrain(provider, provider, None)
 
 
 def main(folder: Path, invalid: list[int]) -> None:

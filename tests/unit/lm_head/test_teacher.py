@@ -203,7 +203,7 @@ def test_what_cannot_be_is_refused():
     one = PolicyLoss(terms, replace(parts.policy_loss.fields, teacher_hidden=flat))
     with pytest.raises(ValueError, match=r"have shape \(15,\), not \[m, H_T\]"):
         run(replace(parts, policy_loss=one), Head(impl="torch"))
-    with pytest.raises(ValueError, match="only the fused head makes"):
+    with pytest.raises(ValueError, match="only the fused head computes"):
         policy_gradient_loss(torch.zeros(15, 48), parts.policy_loss, Vocabulary.of(48), impl="torch")
     plain = PolicyLoss(replace(terms, further=terms.further[:1]), parts.policy_loss.fields)
     with pytest.raises(ValueError, match="the distribution of a teacher"):
