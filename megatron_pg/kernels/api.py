@@ -42,12 +42,9 @@ def grpo_loss(
 
         loss = sum_t w_t * -min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t)
 
-    There is no ignore index: a target such as -100 at a trained token is a ValueError on a CPU. On a GPU, where a check
-    would make the host wait, it makes the loss and its whole row of the gradient NaN. Tokens are left out by `mask`, or
-    by a weight of 0.
-
-    Computed in float32 (float64 for float64 logits). Masked tokens are replaced before any exp: their fields
-    change neither loss nor gradient. A value that is not finite at a trained token stays visible.
+    There is no ignore index; leave tokens out by `mask`, or by a weight of 0. A target of -100 at a trained token is a
+    ValueError on a CPU. On a GPU, where a check would make the host wait, the loss and its row of the gradient are NaN.
+    Computed in float32 (float64 for float64 logits). Masked tokens change neither loss nor gradient.
 
     Args:
         logits: [T, V / tp] this tensor-parallel rank's slice of the vocabulary.
@@ -60,15 +57,12 @@ def grpo_loss(
         clip_eps_low: distance of the lower clip bound from 1.
         clip_eps_high: distance of the upper clip bound from 1.
         temperature: tau of softmax(z / tau).
-        vocab_size: columns at or beyond it, counted over all tensor-parallel ranks, are padding: no probability and no
-            gradient. Default: there is no padding.
+        vocab_size: columns of all tensor-parallel ranks beyond it are padding without probability. Default: none.
         grad_divisor: the gradient, not the loss, is divided by it.
-        grad_scale: the upstream gradient that the backward will bring, as far as known. It changes no result: where the
-            gradient is made in the forward, another upstream gradient costs one more pass over it.
+        grad_scale: the expected upstream gradient. It changes no result; another one may cost a pass over the gradient.
         tp_group: tensor-parallel group; every rank of it must call with the same T.
         entropy: also return the entropy of each trained token's distribution.
-        inplace: the gradient may overwrite the logits, which nothing else may read then (the torch implementation
-            refuses).
+        inplace: the gradient may overwrite the logits, which nothing else may read then; not with impl="torch".
         impl: "triton" or "torch".
 
     Raises:
