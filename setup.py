@@ -46,6 +46,7 @@ setup(
         "megatron-core>=0.16",
         "numpy",
         "packaging",
+        "typing-extensions",
         'triton>=3.2; platform_system == "Linux"',
     ],
     extras_require={
