@@ -24,6 +24,7 @@ FOLDERS = (
     "helpers/runs",
     "oracles",
     "mutants",
+    "fuzz/programs",
     "ranks/programs",
     "hosts/programs",
 )
