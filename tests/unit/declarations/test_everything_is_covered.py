@@ -72,7 +72,7 @@ REQUIRED = {
     ),
     "loss term kind": (
         KINDS,
-        Place("an oracle", ("tests/oracles/*.py", "tests/helpers/cases/t*_parts.py")),
+        Place("an oracle", ("tests/oracles/*.py",)),
         Place("a hand-worked value", ("tests/unit/objectives/terms/*.py", "tests/unit/lm_head/test_teacher.py")),
         Place("a row", ("docs/loss_terms.md", "docs/objectives.md")),
     ),

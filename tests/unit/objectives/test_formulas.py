@@ -120,6 +120,12 @@ def coefficient(name: str, *, log_ratio: float, advantage: float, old: float = -
 @pytest.mark.parametrize(
     ("name", "r", "advantage", "loss", "gradient"),
     [
+        ("grpo", 1.0, -2.0, 2.0, 2.0),
+        ("grpo", 1.1, 1.0, -1.1, -1.1),
+        ("grpo", 1.5, 1.0, -1.28, 0.0),  # clipped high, A > 0: dead
+        ("grpo", 1.5, -1.0, 1.5, 1.5),  # above the band, A < 0: live
+        ("grpo", 0.5, -1.0, 0.8, 0.0),  # clipped low, A < 0: dead
+        ("grpo", 0.5, 1.0, -0.5, -0.5),  # below the band, A > 0: live
         ("dual_clip", 4.0, -1.0, 3.0, 0.0),  # beyond c
         ("dual_clip", 2.5, -1.0, 2.5, 2.5),  # below c: live, as ppo
         ("dual_clip", 4.0, 1.0, -1.28, 0.0),  # A > 0: the ppo clip

@@ -380,17 +380,13 @@ def test_huge_log_ratios_give_finite_losses_and_no_gradient(log_ratio, advantage
     assert not gradient.any()
 
 
+@pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("where", ["logits", "old_logprobs", "advantages", "weights"])
-def test_nan_at_a_trained_token_is_seen_in_the_loss_and_stays_in_its_row(where):
+def test_nan_at_a_trained_token_is_seen_in_the_loss_and_stays_in_its_row(where, impl):
     case = base(rows=3, columns=1024)
-    fields = make(case)
-    fields["mask"][:] = True
-    fields["logits"].nan_to_num_(0.0, 0.0, 0.0)
-    fields["targets"].clamp_(min=0)
-    for name in ("old_logprobs", "advantages", "weights"):
-        fields[name].nan_to_num_(-6.0)
+    fields = trained_everywhere(case)
     fields[where][1] = math.nan
-    out, gradient, _ = run(case, fields)
+    out, gradient, _ = run(case, fields, impl=impl)
     assert out.loss.isnan()
     assert where == "weights" or out.token_losses[1].isnan()
     assert gradient[0].isfinite().all()
@@ -461,11 +457,15 @@ def test_a_logprob_that_does_not_exist_has_a_nan_gradient_whatever_is_upstream(i
 
 @pytest.mark.parametrize("columns", [1000, 1024])
 @pytest.mark.parametrize("impl", ["triton", "torch"])
-def test_no_rows_give_a_zero_loss_with_a_gradient(impl, columns):
-    case = base(rows=0, columns=columns)
-    out, gradient, _ = run(case, make(case), impl=impl)
+@pytest.mark.parametrize("rows", [0, 3])
+def test_nothing_trained_gives_a_zero_loss_with_a_gradient(rows, impl, columns):
+    case = base(rows=rows, columns=columns)
+    fields = make(case)
+    fields["mask"][:] = False
+    out, gradient, _ = run(case, fields, impl=impl)
     assert float(out.loss.detach()) == 0.0
-    assert gradient.shape == (0, columns)
+    assert gradient.shape == (rows, columns)
+    assert not gradient.any()
 
 
 @pytest.mark.skipif(CUDA, reason="the kernel itself runs")
@@ -526,15 +526,15 @@ def test_fields_may_have_any_strides(columns):
     assert torch.equal(gradient, other)
 
 
-@pytest.mark.parametrize("columns", [1000, 1024])
+@pytest.mark.parametrize(("impl", "columns"), [("torch", 40), ("triton", 1000), ("triton", 1024)])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_a_ratio_exactly_on_a_clip_bound_keeps_its_gradient(sign, columns):
+def test_a_ratio_exactly_on_a_clip_bound_keeps_its_gradient(sign, impl, columns):
     logits = torch.randn(3, columns, device=DEVICE)
     ones, targets = torch.ones(3, device=DEVICE), torch.arange(3, device=DEVICE)
 
     def gradient(old):
         leaf = logits.clone().requires_grad_()
-        out = grpo_loss(leaf, targets, old, sign * ones, ones, clip_eps_low=0.0, clip_eps_high=0.0)
+        out = grpo_loss(leaf, targets, old, sign * ones, ones, clip_eps_low=0.0, clip_eps_high=0.0, impl=impl)
         out.loss.backward()
         return out.logprobs, leaf.grad
 
@@ -545,11 +545,7 @@ def test_a_ratio_exactly_on_a_clip_bound_keeps_its_gradient(sign, columns):
 
 def test_a_trained_row_without_any_finite_logit_is_seen():
     case = base()
-    fields = make(case)
-    fields["mask"][:] = True
-    fields["targets"].clamp_(min=0)
-    for name in ("logits", "old_logprobs", "advantages", "weights"):
-        fields[name].nan_to_num_(-6.0)
+    fields = trained_everywhere(case)
     fields["logits"][1] = -math.inf
     out, gradient, _ = run(case, fields)
     assert out.loss.isnan()
