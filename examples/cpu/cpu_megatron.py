@@ -14,6 +14,7 @@ On a GPU nothing here is imported.
 """
 
 import contextlib
+import functools
 import os
 import types
 
@@ -63,6 +64,7 @@ class _NoStream:
         return lambda *args, **kwargs: self
 
 
+@functools.cache  # a second call changes nothing
 def enable() -> None:
     """Answer Megatron's CUDA names with the CPU. Call before megatron is imported."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

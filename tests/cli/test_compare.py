@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -11,14 +10,11 @@ from pathlib import Path
 
 import processes
 import pytest
-from rollout_files import HEADER, RECORD, damaged, malformed_lines
+from rollout_files import HEADER, RECORD, malformed_lines, write_lines
 
 from megatron_pg import read_rollouts
-from megatron_pg.cli import main
 from megatron_pg.cli.rollouts.compare import digest_rollouts
 from megatron_pg.rollouts.lines import RolloutFileError
-
-ROOT = Path(__file__).parents[2]
 
 
 def random_records(rng: random.Random, *, steps: int = 3) -> list[dict]:
@@ -50,8 +46,7 @@ def random_records(rng: random.Random, *, steps: int = 3) -> list[dict]:
 
 
 def write(path: Path, records: list[dict], header: object = HEADER) -> Path:
-    path.write_text("\n".join(json.dumps(record) for record in [header, *records]) + "\n")
-    return path
+    return write_lines(path, [header, *records])
 
 
 def oracle(records: list[dict], mode: str, divisor: float) -> dict:
@@ -83,23 +78,14 @@ def oracle(records: list[dict], mode: str, divisor: float) -> dict:
     return {"loss": math.fsum(losses) / len(losses), "ess": math.fsum(ess) / len(ess), "mass": mass}
 
 
-def run(capsys, *words) -> tuple[int, str, str]:
-    code = main(["compare", *map(str, words)])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
 def close(a, b) -> bool:
     return a == pytest.approx(b, rel=1e-12, abs=1e-14)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_aggregation_agrees_with_plain_loops(seed, tmp_path, capsys):
+def test_every_aggregation_agrees_with_plain_loops(seed, tmp_path, cli):
     records = random_records(random.Random(seed))
-    path = write(tmp_path / "r.jsonl", records)
-    code, out, err = run(capsys, path, "--divisor", "32", "--top", "99", "--json")
-    assert (code, err) == (0, "")
-    said = json.loads(out)
+    said = cli.json("compare --divisor 32 --top 99", write(tmp_path / "r.jsonl", records))
     assert said["trained_tokens"] == sum(sum(r["loss_mask"]) for r in records)
     for mode, result in said["aggregations"].items():
         expected = oracle(records, mode, 32.0)
@@ -118,7 +104,7 @@ def test_every_aggregation_agrees_with_plain_loops(seed, tmp_path, capsys):
         assert sum(row["share"][mode] for row in said["by_length"]) == pytest.approx(1)
 
 
-def test_lengths_of_ten_a_thousand_a_hundred_and_four_hundred(tmp_path, capsys):
+def test_lengths_of_ten_a_thousand_a_hundred_and_four_hundred(tmp_path, cli):
     """The published figures: sample_mean has 141 effective tokens of 1510, and one token has 37.75 times the mean."""
     records = [
         RECORD
@@ -126,42 +112,33 @@ def test_lengths_of_ten_a_thousand_a_hundred_and_four_hundred(tmp_path, capsys):
         | {"old_logprobs": [-1.0] * n, "advantage": 1.0}
         for i, n in enumerate((10, 1000, 100, 400))
     ]
-    said = json.loads(run(capsys, write(tmp_path / "r.jsonl", records), "--json")[1])["aggregations"]
+    said = cli.json("compare", write(tmp_path / "r.jsonl", records))["aggregations"]
     assert said["sample_mean"]["aggregation_ess"] * 1510 == pytest.approx(140.97, abs=0.01)
     assert said["sample_mean"]["heaviest_token"] == pytest.approx(37.75)
     assert said["token_mean"]["aggregation_ess"] == pytest.approx(1)
     assert said["sample_mean"]["effective_prompts"] == pytest.approx(4)
 
 
-def test_without_a_divisor_constant_has_shares_and_no_loss(tmp_path, capsys):
+def test_without_a_divisor_constant_has_shares_and_no_loss(tmp_path, cli):
     path = write(tmp_path / "r.jsonl", random_records(random.Random(0)))
-    said = json.loads(run(capsys, path, "--json")[1])
-    constant = said["aggregations"]["constant"]
+    constant = cli.json("compare", path)["aggregations"]["constant"]
     assert (constant["loss"], constant["gradient_mass"]) == (None, None)
     assert constant["aggregation_ess"] == pytest.approx(1)
-    assert "needs --divisor" in run(capsys, path)[1]
+    assert "needs --divisor" in cli.done("compare", path)
 
 
-def test_the_text_shows_every_aggregation_and_the_heaviest_prompts(tmp_path, capsys):
-    path = write(tmp_path / "r.jsonl", random_records(random.Random(0)))
-    code, out, _ = run(capsys, path, "--top", "2")
-    assert code == 0
-    rows = [line.split() for line in out.splitlines()]
-    assert [row[0] for row in rows if row and row[0] in ("sample_mean", "prompt_mean", "token_mean", "constant")] == [
-        "sample_mean",
-        "prompt_mean",
-        "token_mean",
-        "constant",
-    ]
-    assert sum(line.strip().startswith(("0.", "1.", "2.")) for line in out.splitlines()) == 2
+def test_the_text_shows_every_aggregation_and_the_heaviest_prompts(tmp_path, cli):
+    out = cli.done("compare --top 2", write(tmp_path / "r.jsonl", random_records(random.Random(0))))
+    modes = ["sample_mean", "prompt_mean", "token_mean", "constant"]
+    first_words = [line.split()[0] for line in out.splitlines() if line.split()]
+    assert [word for word in first_words if word in modes] == modes
+    assert sum(word.startswith(("0.", "1.", "2.")) for word in first_words) == 2
 
 
-def test_no_advantage_means_no_shares(tmp_path, capsys):
+def test_no_advantage_means_no_shares(tmp_path, cli):
     path = write(tmp_path / "r.jsonl", [RECORD | {"advantage": 0}])
-    code, out, _ = run(capsys, path, "--json")
-    assert code == 0
-    assert json.loads(out)["by_prompt"][0]["share"]["sample_mean"] is None
-    assert "–" in run(capsys, path)[1]
+    assert cli.json("compare", path)["by_prompt"][0]["share"]["sample_mean"] is None
+    assert "–" in cli.done("compare", path)
 
 
 # --- the digest ---
@@ -192,26 +169,18 @@ def same_digest(path: Path) -> None:
     assert [row.magnitude for row in rows] == pytest.approx([math.fsum(map(abs, values)) for values in trained])
 
 
-def test_terms_are_counted_and_the_objective_is_compared_alone(tmp_path, capsys):
+def test_terms_are_counted_and_the_objective_is_compared_alone(tmp_path, cli):
     supervised = {k: v for k, v in RECORD.items() if k not in ("old_logprobs", "advantage", "reward")}
-    lines = [
-        RECORD | {"masks": {"echo": [0, 1]}},
-        supervised | {"rollout_id": 7, "term": "sft", "loss_mask": [1, 1]},
-        supervised | {"rollout_id": 8, "term": "sft", "loss_mask": [1, 1]},
-    ]
-    path = tmp_path / "mixed.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in [HEADER | {"version": 3}, *lines]))
-    assert main(["compare", str(path), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    of_term = [supervised | {"rollout_id": i, "term": "sft", "loss_mask": [1, 1]} for i in (7, 8)]
+    header = HEADER | {"version": 3}
+    path = write(tmp_path / "mixed.jsonl", [RECORD | {"masks": {"echo": [0, 1]}}, *of_term], header)
+    document = cli.json("compare", path)
     assert (document["samples"], document["trained_tokens"]) == (1, 1)
     counted = [(s["term"], s["samples"], s["rollouts"], s["trained_tokens"]) for s in document["terms"]]
     assert counted == [("rl", 1, 1, 1), ("echo", 1, 1, 1), ("sft", 2, 2, 4)]
-    assert main(["compare", str(path)]) == 0
-    shown = capsys.readouterr().out
-    assert "scales the objective by its share, 16.7%" in shown
-    path.write_text("".join(json.dumps(line) + "\n" for line in [HEADER | {"version": 3}, *lines[1:]]))
-    assert main(["compare", str(path)]) != 0
-    assert "no sample is of the objective's loss term rl, only of " in capsys.readouterr().err
+    assert "scales the objective by its share, 16.7%" in cli.done("compare", path)
+    message = cli.refused("compare", write(path, of_term, header))
+    assert "no sample is of the objective's loss term rl, only of " in message
 
 
 UNUSUAL = [  # good lines
@@ -238,14 +207,6 @@ def test_malformed_lines_are_refused_in_the_same_words(tmp_path):
     good = json.dumps(RECORD).encode() + b"\n"
     for line in malformed_lines():
         path.write_bytes(head + good + line + b"\n" + good)
-        same_digest(path)
-
-
-def test_damaged_files_are_read_alike(tmp_path):
-    rng, path = random.Random(1), tmp_path / "r.jsonl"
-    good = write(path, random_records(rng, steps=1)[:3]).read_bytes()
-    for _ in range(300):
-        path.write_bytes(damaged(good, rng))
         same_digest(path)
 
 
@@ -277,32 +238,22 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_bad_file_is_one_line_and_nothing_is_written(name, tmp_path, capsys):
+def test_a_bad_file_is_one_line_and_nothing_is_written(name, tmp_path, cli):
     content, message = BAD_FILES[name]
     path, picture = tmp_path / "r.jsonl", tmp_path / "out.png"
     path.write_bytes(content)
-    code, out, err = run(capsys, path, "--output", picture)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.startswith("megatron-pg compare: ")
-    assert err.count("\n") == 1
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.jsonl"]
+    assert message in cli.refused("compare", path, "--output", picture)
 
 
-def test_a_huge_line_is_refused(tmp_path, capsys, monkeypatch):
+def test_a_huge_line_is_refused(tmp_path, cli, monkeypatch):
     monkeypatch.setattr("megatron_pg.rollouts.lines.MAX_LINE_BYTES", 5000)
-    path = tmp_path / "r.jsonl"
-    path.write_text(json.dumps(HEADER) + "\n" + json.dumps(RECORD | {"x_note": "a" * 6000}) + "\n")
-    code, _, err = run(capsys, path)
-    assert code == 2
-    assert "r.jsonl:2: line is longer than 5000 bytes" in err
+    path = write(tmp_path / "r.jsonl", [RECORD | {"x_note": "a" * 6000}])
+    assert "r.jsonl:2: line is longer than 5000 bytes" in cli.refused("compare", path)
 
 
 @pytest.mark.parametrize("name", ["absent.jsonl", ".", "a\0b", "\x1b[31m.jsonl"])
-def test_an_unreadable_path_is_named(name, tmp_path, capsys):
-    code, out, err = run(capsys, tmp_path / name)
-    assert (code, out) == (2, "")
-    assert err.rstrip("\n").isprintable()
+def test_an_unreadable_path_is_named(name, tmp_path, cli):
+    assert cli.refused("compare", tmp_path / name).rstrip("\n").isprintable()
 
 
 @pytest.mark.parametrize(
@@ -314,13 +265,11 @@ def test_an_unreadable_path_is_named(name, tmp_path, capsys):
         (two_steps({}, {"step": 0, "rollout_id": 0}), "belongs to prompt groups"),
     ],
 )
-def test_units_that_cannot_be_counted_are_named(records, message, tmp_path, capsys):
-    code, out, err = run(capsys, write(tmp_path / "r.jsonl", records))
-    assert (code, out) == (2, "")
-    assert message in err
+def test_units_that_cannot_be_counted_are_named(records, message, tmp_path, cli):
+    assert message in cli.refused("compare", write(tmp_path / "r.jsonl", records))
 
 
-def test_samples_of_other_terms_are_not_the_objectives(tmp_path, capsys):
+def test_samples_of_other_terms_are_not_the_objectives(tmp_path):
     """They have no advantages, and no aggregation of the objective counts them."""
     header = HEADER | {"version": 3}
     records = random_records(random.Random(5))
@@ -333,21 +282,15 @@ def test_samples_of_other_terms_are_not_the_objectives(tmp_path, capsys):
         digest_rollouts(write(tmp_path / f"{len(rows)}.jsonl", rows, header)) for rows in (records, of_term + records)
     )
     assert mixed[0] == alone[0]
-    code, _, err = run(capsys, write(tmp_path / "sft.jsonl", of_term, header))
-    assert code == 2
-    assert "no sample is of the objective's loss term rl, only of " in err
 
 
 @pytest.mark.parametrize("advantage", [1e308, -1e308, [1e38, 3e38]])
-def test_an_advantage_beyond_float32_is_named(advantage, tmp_path, capsys):
+def test_an_advantage_beyond_float32_is_named(advantage, tmp_path, cli):
     """Sums of it overflow; training would compute its loss in float32."""
-    path = write(
-        tmp_path / "r.jsonl", [RECORD, RECORD | {"rollout_id": "big", "loss_mask": [1, 1], "advantage": advantage}]
-    )
-    code, out, err = run(capsys, path, "--json")
-    assert (code, out) == (2, "")
-    assert "r.jsonl: the advantages of rollout big in step 0 add up to " in err
-    assert run(capsys, write(path, [RECORD | {"advantage": 1e38}]), "--json")[0] == 0
+    big = RECORD | {"rollout_id": "big", "loss_mask": [1, 1], "advantage": advantage}
+    message = cli.refused("compare --json", write(tmp_path / "r.jsonl", [RECORD, big]))
+    assert "r.jsonl: the advantages of rollout big in step 0 add up to " in message
+    cli.done("compare", write(tmp_path / "r.jsonl", [RECORD | {"advantage": 1e38}]))
 
 
 BAD_OPTIONS = {
@@ -363,33 +306,30 @@ BAD_OPTIONS = {
 
 
 @pytest.mark.parametrize("words", BAD_OPTIONS)
-def test_bad_options_are_refused_before_anything_is_read(words, tmp_path, capsys, monkeypatch):
+def test_bad_options_are_refused_before_anything_is_read(words, tmp_path, cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken.png").write_bytes(b"mine")
-    code, out, err = run(capsys, "absent.jsonl", *words.split())
-    assert (code, out) == (2, "")
-    assert re.search(BAD_OPTIONS[words], err), err
-    assert (tmp_path / "taken.png").read_bytes() == b"mine"
+    assert BAD_OPTIONS[words] in cli.refused("compare absent.jsonl", words)
 
 
 # --- pictures ---
 
 
-def test_the_picture_is_drawn_and_replaced_only_when_asked(tmp_path, capsys):
+def test_the_picture_is_drawn_and_replaced_only_when_asked(tmp_path, cli):
     pytest.importorskip("matplotlib")
     path, picture = write(tmp_path / "r.jsonl", random_records(random.Random(0))), tmp_path / "out.png"
-    assert run(capsys, path, "--output", picture)[0] == 0
+    cli.done("compare", path, "--output", picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert run(capsys, path, "--output", picture)[0] == 2
-    assert run(capsys, path, "--output", picture, "--overwrite")[0] == 0
+    cli.refused("compare", path, "--output", picture)
+    cli.done("compare", path, "--overwrite --output", picture)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.png", "r.jsonl"]
 
 
-def test_the_picture_has_whole_prompts_and_shows_coinciding_curves(tmp_path, capsys, monkeypatch):
+def test_the_picture_has_whole_prompts_and_shows_coinciding_curves(tmp_path, cli, monkeypatch):
     plt = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setattr(plt, "close", lambda figure: None)
     path = write(tmp_path / "r.jsonl", [RECORD, RECORD | {"prompt_id": "other", "rollout_id": "other"}])  # all equal
-    assert run(capsys, path, "--output", tmp_path / "out.png")[0] == 0
+    cli.done("compare", path, "--output", tmp_path / "out.png")
     _, axes = plt.gcf().axes
     assert all(tick == int(tick) for tick in axes.get_xticks())
     assert [list(line.get_ydata()) for line in axes.lines] == [[0, 50.0, 100.0]] * 4
@@ -400,14 +340,13 @@ def test_the_picture_has_whole_prompts_and_shows_coinciding_curves(tmp_path, cap
     plt.close("all")
 
 
-def test_without_matplotlib_there_is_a_message(tmp_path, capsys, monkeypatch):
+def test_without_matplotlib_there_is_a_message(tmp_path, cli, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     path = write(tmp_path / "r.jsonl", [RECORD])
-    code, out, err = run(capsys, path, "--output", tmp_path / "out.svg")
-    assert (code, out) == (2, "")
-    assert "matplotlib cannot be imported" in err
-    assert "pip install matplotlib" in err
-    assert run(capsys, path)[0] == 0
+    message = cli.refused("compare", path, "--output", tmp_path / "out.svg")
+    assert "matplotlib cannot be imported" in message
+    assert "pip install matplotlib" in message
+    cli.done("compare", path)
 
 
 def without_packages(command: str) -> subprocess.CompletedProcess:

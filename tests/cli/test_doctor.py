@@ -3,16 +3,14 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import processes
 import pytest
 
-from megatron_pg.cli import doctor, main
+from megatron_pg.cli import doctor
 from megatron_pg.cli.doctor import Probe, examine
 from megatron_pg.kernels.device import chosen
 
-ROOT = Path(__file__).parents[2]
 HOOKS = {"pretrain_hook": False, "parse_hook": True}
 HEALTHY = {
     "torch": Probe(
@@ -42,98 +40,38 @@ def test_a_healthy_machine_has_nothing_that_fails():
     assert "multiplies by C and divides by K" in by_name["contract, flag off"].found
 
 
-BAD = {
-    "torch is missing": (
-        {"torch": Probe({}, "ModuleNotFoundError: No module named 'torch'")},
-        "torch",
-        "fail",
-        "install torch",
+TORCH, CORE = {"version": "2.9.0", "cuda": "13.0"}, {"version": "0.19.0"}
+NEW_CORE = {"version": "0.25.0", "per_microbatch": [0.5, 0], "per_token": [1, 3]}
+META = "RuntimeError: Found empty `transformer-engine` meta package installed."
+SCHEDULE = {"per_microbatch": [0.25, 0.0], "per_token": [1.0, 3.0]}
+BAD = {  # row, status and a part of the advice: which probe, what it found, and its error
+    "torch: fail: install torch": ("torch", {}, "ModuleNotFoundError: No module named 'torch'"),
+    "torch: fail: install torch 2.6": ("torch", {"version": "2.4.1"}, None),
+    "torch: fail: repair the CUDA driver": ("torch", TORCH, "RuntimeError: CUDA driver"),
+    "torch: note: is this a GPU machine": ("torch", TORCH | {"capability": None, "devices": [], "nccl": True}, None),
+    "device and kernel: fail: --pg-kernel torch": ("triton", {}, "No module named 'triton'"),
+    "device and kernel: note: ": ("triton", {"version": "3.9.0"}, None),  # not tried
+    "megatron-core: fail: uninstall transformer-engine": ("megatron", {}, META),
+    "megatron-core: fail: install megatron-core": ("megatron", {}, "No module named 'megatron'"),
+    "megatron-core: fail: 0.16 or later": ("megatron", {"version": "0.14.0"}, None),
+    "megatron-core: note: run the tests": ("megatron", NEW_CORE, None),
+    "contract, flag off: fail: gradients would have the wrong scale": ("megatron", CORE | SCHEDULE, None),
+    "contract, flag on: note: ": ("megatron", CORE | {"contract_error": "TypeError: forward_step_calc_loss()"}, None),
+    "megatron.training: note: only megatron_pg.pretrain needs it": (
+        "megatron",
+        CORE | {"training_error": "ImportError: cannot import name 'override'"},
+        None,
     ),
-    "torch is old": ({"torch": Probe({"version": "2.4.1"}, None)}, "torch", "fail", "install torch 2.6"),
-    "the driver is broken": (
-        {"torch": Probe({"version": "2.9.0", "cuda": "13.0"}, "RuntimeError: CUDA driver")},
-        "torch",
-        "fail",
-        "repair the CUDA driver",
-    ),
-    "no GPU is visible": (
-        {"torch": Probe({"version": "2.9.0", "cuda": "13.0", "capability": None, "devices": [], "nccl": True}, None)},
-        "torch",
-        "note",
-        "is this a GPU machine",
-    ),
-    "triton is missing on a GPU": (
-        {"triton": Probe({}, "No module named 'triton'")},
-        "device and kernel",
-        "fail",
-        "--pg-kernel torch",
-    ),
-    "the kernel was not tried with this Triton": (
-        {"triton": Probe({"version": "3.9.0"}, None)},
-        "device and kernel",
-        "note",
-        "",
-    ),
-    "the empty transformer-engine package": (
-        {"megatron": Probe({}, "RuntimeError: Found empty `transformer-engine` meta package installed.")},
-        "megatron-core",
-        "fail",
-        "uninstall transformer-engine",
-    ),
-    "megatron is missing": (
-        {"megatron": Probe({}, "No module named 'megatron'")},
-        "megatron-core",
-        "fail",
-        "install megatron-core",
-    ),
-    "megatron is old": ({"megatron": Probe({"version": "0.14.0"}, None)}, "megatron-core", "fail", "0.16 or later"),
-    "megatron is newer than what was tried": (
-        {"megatron": Probe({"version": "0.25.0", "per_microbatch": [0.5, 0], "per_token": [1, 3]}, None)},
-        "megatron-core",
-        "note",
-        "run the tests",
-    ),
-    "the schedule scales otherwise": (
-        {"megatron": Probe({"version": "0.19.0", "per_microbatch": [0.25, 0.0], "per_token": [1.0, 3.0]}, None)},
-        "contract, flag off",
-        "fail",
-        "gradients would have the wrong scale",
-    ),
-    "the schedule cannot be asked": (
-        {"megatron": Probe({"version": "0.19.0", "contract_error": "TypeError: forward_step_calc_loss()"}, None)},
-        "contract, flag on",
-        "note",
-        "",
-    ),
-    "megatron.training is missing": (
-        {
-            "megatron": Probe(
-                {"version": "0.19.0", "training_error": "ImportError: cannot import name 'override'"}, None
-            )
-        },
-        "megatron.training",
-        "note",
-        "only megatron_pg.pretrain needs it",
-    ),
-    "pretrain takes no flags": (
-        {"megatron": Probe({"version": "0.19.0", "pretrain_hook": False, "parse_hook": False}, None)},
-        "megatron.training",
-        "fail",
-        "use a release",
-    ),
-    "processes cannot meet": (
-        {"gloo": Probe({}, "no answer within 180 s")},
-        "gloo, 2 processes",
-        "fail",
-        "GLOO_SOCKET_IFNAME",
-    ),
+    "megatron.training: fail: use a release": ("megatron", CORE | {"pretrain_hook": False, "parse_hook": False}, None),
+    "gloo, 2 processes: fail: GLOO_SOCKET_IFNAME": ("gloo", {}, "no answer within 180 s"),
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_named_with_a_way_out(name):
-    changes, row, status, fix = BAD[name]
-    finding = findings(**changes)[row]
+@pytest.mark.parametrize("expected", BAD)
+def test_what_is_wrong_is_named_with_a_way_out(expected):
+    probe, facts, error = BAD[expected]
+    row, status, fix = expected.split(": ")
+    finding = findings(**{probe: Probe(facts, error)})[row]
     assert finding.status == status
     assert fix in finding.fix
 
@@ -152,18 +90,16 @@ def test_the_probe_reports_the_device_and_kernel_of_this_machine():
     assert facts["kernel"] == chosen().kernel
 
 
-def test_the_exit_code_says_whether_something_required_fails(monkeypatch, capsys):
+def test_the_exit_code_says_whether_something_required_fails(monkeypatch, cli):
     monkeypatch.setattr(doctor, "_probe_all", lambda: HEALTHY)
-    assert main(["doctor"]) == 0
-    assert capsys.readouterr().out.endswith("everything that is required works\n")
+    assert cli.done("doctor").endswith("everything that is required works\n")
     monkeypatch.setattr(doctor, "_probe_all", lambda: HEALTHY | {"megatron": Probe({}, "No module named 'megatron'")})
-    assert main(["doctor", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["ok"] is False
+    code, out, _ = cli("doctor --json")
+    assert (code, json.loads(out)["ok"]) == (1, False)
 
 
-def test_arguments_are_refused(capsys):
-    assert main(["doctor", "everything"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+def test_arguments_are_refused(cli):
+    cli.refused("doctor everything")
 
 
 def test_a_probe_that_crashes_or_hangs_is_a_finding(monkeypatch):

@@ -1,47 +1,31 @@
 """`megatron-pg mismatch`: what it reads, prints, draws and refuses; what it finds is in tests/unit/mismatch."""
 
-import json
 import random
 import re
 
 import pytest
 from rollout_files import HEADER, two_sides
 
-from megatron_pg.cli import main
 from megatron_pg.mismatch.causes import CAUSES
 
 
 @pytest.fixture
-def write(tmp_path):
-    def write(name: str, lines: list[dict]) -> str:
-        path = tmp_path / name
-        path.write_text("\n".join(json.dumps(record) for record in [HEADER, *lines]) + "\n")
-        return str(path)
-
-    return write
+def write(lines):
+    return lambda name, records: lines([HEADER, *records], name)
 
 
-def run(capsys, *words) -> tuple[int, str, str]:
-    code = main(["mismatch", *map(str, words)])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def test_a_temperature_is_named_with_its_estimate_and_what_to_do(write, capsys):
+def test_a_temperature_is_named_with_its_estimate_and_what_to_do(write, cli):
     path = write("r.jsonl", two_sides(random.Random(1), temperature=1.25))
-    code, out, err = run(capsys, path)
-    assert (code, err) == (0, "")
+    out = cli.done("mismatch", path)
     ratio = re.search(r"temperature: the temperatures differ; trainer's = engine's × ([\d.]+)", out)[1]
     assert float(ratio) == pytest.approx(1.25, rel=0.03)
     assert "→ Set --pg-temperature" in out
     assert "30 samples, 1200 trained tokens" in out
 
 
-def test_the_document_holds_every_test(write, capsys):
+def test_the_document_holds_every_test(write, cli):
     path = write("r.jsonl", two_sides(random.Random(2), temperature=0.8))
-    code, out, _ = run(capsys, path, "--json")
-    said = json.loads(out)
-    assert code == 0
+    said = cli.json("mismatch", path)
     assert (said["verdict"], said["documents"], said["tokens"]) == ("found", 30, 1200)
     assert [test["cause"] for test in said["findings"]] == ["temperature"]
     assert sorted(test["cause"] for test in said["tests"]) == sorted(CAUSES)
@@ -49,38 +33,37 @@ def test_the_document_holds_every_test(write, capsys):
     assert said["findings"][0]["estimate"]["trainer_over_engine"] == pytest.approx(0.8, rel=0.03)
 
 
-def test_settings_that_the_numbers_do_not_show_are_said(write, capsys):
+def test_settings_that_the_numbers_do_not_show_are_said(write, cli):
     path = write("r.jsonl", two_sides(random.Random(3)))
-    code, out, _ = run(capsys, path, "--engine", "temperature=1,top_p=0.9", "--trainer-temperature", "1")
-    assert code == 0
+    out = cli.done("mismatch --engine temperature=1,top_p=0.9 --trainer-temperature 1", path)
     assert (
         "  sampling: the engine samples from another distribution than it reports\n    the settings state top_p 0.9, "
         "but no probability" in out
     )
-    code, _, err = run(capsys, path, "--engine", "top_p=2")
-    assert (code, err.count("\n")) == (2, 1)
-    assert "--engine top_p=2: top_p=2 is not a number above 0 and at most 1" in err
+    message = cli.refused("mismatch --engine top_p=2", path)
+    assert "--engine top_p=2: top_p=2 is not a number above 0 and at most 1" in message
 
 
-def test_rollouts_without_a_fault(write, capsys):
+def test_rollouts_without_a_fault(write, cli):
     path = write("r.jsonl", two_sides(random.Random(3)))
-    code, out, _ = run(capsys, path)
-    assert code == 0
-    assert "no cause found: the difference has the size of rounding to bfloat16" in out
+    assert "no cause found: the difference has the size of rounding to bfloat16" in cli.done("mismatch", path)
 
 
-def test_one_file_of_several_is_named(write, capsys):
+def groups_found(said: dict) -> list[tuple[str, str]]:
+    (finding,) = said["findings"]
+    assert finding["cause"] == "group"
+    return [(group["factor"], group["group"]) for group in finding["estimate"]["groups"]]
+
+
+def test_one_file_of_several_is_named(write, cli):
     rng = random.Random(4)
     paths = [
         write(f"rank{i}.jsonl", two_sides(rng, documents=20, temperature=1.3 if i == 2 else 1.0)) for i in range(4)
     ]
-    code, out, _ = run(capsys, *paths, "--json")
-    (finding,) = json.loads(out)["findings"]
-    assert (code, finding["cause"]) == (0, "group")
-    assert [(group["factor"], group["group"]) for group in finding["estimate"]["groups"]] == [("file", paths[2])]
+    assert groups_found(cli.json("mismatch", *paths)) == [("file", str(paths[2]))]
 
 
-def test_a_field_of_the_users_own_divides_documents(write, capsys):
+def test_a_field_of_the_users_own_divides_documents(write, cli):
     rng = random.Random(8)
     rows = [record | {"x_node": f"n{i % 4}"} for i, record in enumerate(two_sides(rng, documents=80))]
     bad = two_sides(rng, documents=80, temperature=1.3)
@@ -90,51 +73,40 @@ def test_a_field_of_the_users_own_divides_documents(write, capsys):
         else record
         for i, record in enumerate(rows)
     ]
-    code, out, _ = run(capsys, write("r.jsonl", rows), "--by", "x_node", "--json")
-    (finding,) = json.loads(out)["findings"]
-    assert (code, finding["cause"]) == (0, "group")
-    assert [(group["factor"], group["group"]) for group in finding["estimate"]["groups"]] == [("x_node", "n1")]
+    assert groups_found(cli.json("mismatch --by x_node", write("r.jsonl", rows))) == [("x_node", "n1")]
 
 
-def test_what_a_level_does(write, capsys):
+def test_what_a_level_does(write, cli):
     """A level of nearly 0 names nothing; the effect and its evidence are still shown."""
     path = write("r.jsonl", two_sides(random.Random(1), temperature=1.25))
-    _, out, _ = run(capsys, path, "--level", "1e-300", "--json")
-    said = json.loads(out)
-    assert said["findings"] == []
-    assert said["verdict"] == "unexplained"
+    said = cli.json("mismatch --level 1e-300", path)
+    assert (said["findings"], said["verdict"]) == ([], "unexplained")
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_a_picture(suffix, write, capsys, tmp_path):
+def test_a_picture(suffix, write, cli, tmp_path):
     pytest.importorskip("matplotlib")
     path = write("r.jsonl", two_sides(random.Random(5), documents=14))
-    code, _, err = run(capsys, path, "--output", tmp_path / f"p{suffix}")
-    assert (code, err) == (0, "")
+    cli.done("mismatch", path, "--output", tmp_path / f"p{suffix}")
     assert (tmp_path / f"p{suffix}").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
     ("change", "words", "message"),
     [
-        ({"rollout_logprobs": None}, (), "has no rollout_logprobs to compare old_logprobs with"),
-        ({"loss_mask": [0] * 40}, (), "no token is trained"),
-        ({"worker": "a\nb"}, (), "worker="),
-        ({"weight_version": -1}, (), "weight_version=-1 has the wrong type or range"),
-        ({}, ("--level", "0"), "--level 0 is not a probability"),
-        ({}, ("--level", "nan"), "--level nan is not a probability"),
-        ({}, ("--by", "x_node"), "no sample has the field x_node"),
-        ({}, ("AGAIN",), "is given twice"),
-        ({}, ("--output", "p.gif"), "p.gif: the suffix is not one of .png, .svg, .pdf"),
+        ({"rollout_logprobs": None}, "", "has no rollout_logprobs to compare old_logprobs with"),
+        ({"loss_mask": [0] * 40}, "", "no token is trained"),
+        ({"worker": "a\nb"}, "", "worker="),
+        ({"weight_version": -1}, "", "weight_version=-1 has the wrong type or range"),
+        ({}, "--level 0", "--level 0 is not a probability"),
+        ({}, "--level nan", "--level nan is not a probability"),
+        ({}, "--by x_node", "no sample has the field x_node"),
+        ({}, "r.jsonl", "is given twice"),
+        ({}, "--output p.gif", "p.gif: the suffix is not one of .png, .svg, .pdf"),
     ],
 )
-def test_what_cannot_be_read_is_one_line_and_exit_code_2(change, words, message, write, capsys):
-    lines = [
-        {k: v for k, v in (record | change).items() if v is not None}
-        for record in two_sides(random.Random(6), documents=2)
-    ]
-    path = write("r.jsonl", lines)
-    code, out, err = run(capsys, path, *[path if word == "AGAIN" else word for word in words])
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
+def test_what_cannot_be_read_is_one_line_and_exit_code_2(change, words, message, write, cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    records = [record | change for record in two_sides(random.Random(6), documents=2)]
+    write("r.jsonl", [{k: v for k, v in record.items() if v is not None} for record in records])
+    assert message in cli.refused("mismatch r.jsonl", words)

@@ -8,27 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pg.cli import main
-from megatron_pg.metrics.file import MetricsFile
-
-
-def run(capsys, *words) -> tuple[int, str, str]:
-    code = main(["report", *map(str, words)])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-@pytest.fixture
-def make_run(tmp_path):
-    def make(name: str, *records: dict) -> Path:
-        writer = MetricsFile(tmp_path / name / "metrics.jsonl")
-        for step, record in enumerate(records, start=1):
-            writer.write({"iteration": step} | record)
-        writer.close()
-        return tmp_path / name
-
-    return make
-
 
 def steps(*values: float, name: str = "reward", **rest) -> list[dict]:
     return [
@@ -45,14 +24,11 @@ def page_of(path: Path) -> tuple[str, dict]:
     return text, json.loads(figures)
 
 
-def test_the_page_holds_curves_objective_and_script(make_run, capsys, tmp_path):
+def test_the_page_holds_curves_objective_and_script(make_run, cli, tmp_path):
     pytest.importorskip("plotly")
-    runs = make_run("a", *steps(0.0, 1.0, 0.5)), make_run("b", *steps(2.0, weather=3.0))
-    assert run(capsys, *runs, "--output", tmp_path / "r.html") == (
-        0,
-        f"{tmp_path}/r.html: 2 runs, 2 metrics, 0 red flags\n",
-        "",
-    )
+    runs = make_run("a", steps(0.0, 1.0, 0.5)), make_run("b", steps(2.0, weather=3.0))
+    said = cli.done("report", *runs, "--output", tmp_path / "r.html")
+    assert said == f"{tmp_path}/r.html: 2 runs, 2 metrics, 0 red flags\n"
     text, figures = page_of(tmp_path / "r.html")
     assert "Plotly" in (tmp_path / "r.html").read_text(encoding="utf-8").partition("</head>")[0]
     assert not re.findall(r'(?:src|href)="', text)  # nothing is fetched
@@ -67,7 +43,7 @@ def test_the_page_holds_curves_objective_and_script(make_run, capsys, tmp_path):
     assert figures["f1"]["data"][0]["mode"] == "lines+markers"  # one step is visible
 
 
-def test_red_flags_are_listed_with_their_steps(make_run, capsys, tmp_path):
+def test_red_flags_are_listed_with_their_steps(make_run, cli, tmp_path):
     pytest.importorskip("plotly")
     records = [
         {"kl_new_old": 0.5, "ess": 0.9, "ratio_new_old": 2.0},
@@ -75,19 +51,16 @@ def test_red_flags_are_listed_with_their_steps(make_run, capsys, tmp_path):
         {"ess": 0.3},
         {"ess": math.nan},
     ]
-    words = make_run("a", *records), "--output", tmp_path / "r.html"
-    flags = json.loads(run(capsys, *words, "--json")[1])
+    words = "report", make_run("a", records), "--output", tmp_path / "r.html"
+    flags = cli.json(*words)
     assert [(f["metric"], f["red_flag"], f["steps"], f["of"], f["worst"]) for f in flags] == [
         ("ratio_new_old", "< 0.95 or > 1.05 in step 1", [1], 1, 2.0),
         ("ess", "< 0.5", [2, 3], 3, 0.3),
         ("kl_new_old", "> 0.01 in step 1", [1], 2, 0.5),
         ("ess", "not finite", [4], 4, None),
     ]
-    code, out, _ = run(capsys, *words, "--overwrite")
-    assert (code, out.splitlines()[3].split()) == (
-        0,
-        ["a", "ess", "<", "0.5", "2", "of", "3,", "from", "2", "to", "3", "0.3"],
-    )
+    row = cli.done(*words, "--overwrite").splitlines()[3]
+    assert " ".join(row.split()) == "a ess < 0.5 2 of 3, from 2 to 3 0.3"
     text, figures = page_of(tmp_path / "r.html")
     assert "<td>ess</td><td>&lt; 0.5</td><td>2 of 3, from 2 to 3</td><td>0.3</td><td>few tokens" in text
     shapes = [[shape["y0"] for shape in figure["layout"].get("shapes", [])] for figure in figures.values()]
@@ -95,11 +68,11 @@ def test_red_flags_are_listed_with_their_steps(make_run, capsys, tmp_path):
     assert re.findall(r"<h3>(.*?)</h3>", text)[-1] == "ratio_new_old"
 
 
-def test_a_metric_that_was_never_finite_is_flagged_and_has_a_panel(make_run, capsys, tmp_path):
+def test_a_metric_that_was_never_finite_is_flagged_and_has_a_panel(make_run, cli, tmp_path):
     pytest.importorskip("plotly")
-    path = make_run("a", *[{"reward": 1.0, "mine": math.inf, "num_tokens": math.nan, "objective": {}}] * 2)
-    words = path, "--output", tmp_path / "r.html"
-    flags = json.loads(run(capsys, *words, "--json")[1])
+    path = make_run("a", [{"reward": 1.0, "mine": math.inf, "num_tokens": math.nan, "objective": {}}] * 2)
+    words = "report", path, "--output", tmp_path / "r.html"
+    flags = cli.json(*words)
     assert [(f["metric"], f["red_flag"], f["steps"], f["of"]) for f in flags] == [
         ("mine", "not finite", [1, 2], 2),
         ("num_tokens", "not finite", [1, 2], 2),
@@ -107,32 +80,32 @@ def test_a_metric_that_was_never_finite_is_flagged_and_has_a_panel(make_run, cap
     text, figures = page_of(tmp_path / "r.html")
     assert re.findall(r"<h3>(.*?)</h3>", text) == ["reward", "mine", "num_tokens"]
     assert figures["f1"]["data"][0]["y"] == []
-    assert run(capsys, *words, "--overwrite", "--metrics", "mine")[0] == 0
+    cli.done(*words, "--overwrite --metrics mine")
 
 
-def test_a_null_that_stands_for_no_value_is_not_flagged(make_run, capsys, tmp_path):
+def test_a_null_that_stands_for_no_value_is_not_flagged(make_run, cli, tmp_path):
     """As `length_of_right` is in a step without a correct answer; nonfinite lists what was NaN or inf."""
     pytest.importorskip("plotly")
     records = {"length_of_right": 5.0}, {"length_of_right": None, "ess": math.nan}, {"length_of_right": 7.0}
-    code, out, _ = run(capsys, make_run("a", *records), "--output", tmp_path / "r.html", "--json")
-    assert (code, [(flag["metric"], flag["steps"]) for flag in json.loads(out)]) == (0, [("ess", [2])])
+    flags = cli.json("report", make_run("a", records), "--output", tmp_path / "r.html")
+    assert [(flag["metric"], flag["steps"]) for flag in flags] == [("ess", [2])]
 
 
-def test_a_changed_objective_is_a_column_of_its_own(make_run, capsys, tmp_path):
+def test_a_changed_objective_is_a_column_of_its_own(make_run, cli, tmp_path):
     pytest.importorskip("plotly")
-    path = make_run("a", *steps(1.0, 2.0), {"reward": 3.0, "objective": {"weight": "δ = T"}})
-    assert run(capsys, path, make_run("old", {"reward": 1.0}), "--output", tmp_path / "r.html")[0] == 0
+    path = make_run("a", [*steps(1.0, 2.0), {"reward": 3.0, "objective": {"weight": "δ = T"}}])
+    cli.done("report", path, make_run("old", [{"reward": 1.0}]), "--output", tmp_path / "r.html")
     text, _ = page_of(tmp_path / "r.html")
     assert "<th>a, from step 1</th><th>a, from step 3</th><th>old</th>" in text
     assert "<td>weight</td><td>δ = N_r</td><td>δ = T</td><td>–</td>" in text
     assert "not in the file" in text
 
 
-def test_names_of_a_file_are_text_on_the_page(make_run, capsys, tmp_path):
+def test_names_of_a_file_are_text_on_the_page(make_run, cli, tmp_path):
     pytest.importorskip("plotly")
     name = "</script><script>alert(1)</script>\ud800"
-    path = make_run("<b>a", {name: 1.0, "objective": {name: name}}, {name: 2.0})
-    assert run(capsys, path, make_run("b", {name: 1.0}), "--output", tmp_path / "r.html")[0] == 0
+    path = make_run("<b>a", [{name: 1.0, "objective": {name: name}}, {name: 2.0}])
+    cli.done("report", path, make_run("b", [{name: 1.0}]), "--output", tmp_path / "r.html")
     text, figures = page_of(tmp_path / "r.html")
     assert "<script>alert" not in text
     assert text.count("</script>") == 1
@@ -154,27 +127,22 @@ def test_noise_is_no_signal_and_long_runs_keep_their_extremes():
     assert thinned({1: 1.0, 2: 2.0}) == [1, 2]
 
 
-def test_without_plotly_the_extra_is_named(make_run, capsys, tmp_path, monkeypatch):
+def test_without_plotly_the_extra_is_named(make_run, cli, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "megatron_pg.cli.runs.report_page", raising=False)
     for module in [name for name in sys.modules if name.partition(".")[0] == "plotly"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "plotly", None)
-    code, out, err = run(capsys, make_run("a", {"reward": 1.0}), "--output", tmp_path / "r.html")
-    assert (code, out) == (2, "")
-    assert "pip install 'megatron-pg[report]'" in err
-    assert not (tmp_path / "r.html").exists()
+    message = cli.refused("report", make_run("a", [{"reward": 1.0}]), "--output", tmp_path / "r.html")
+    assert "pip install 'megatron-pg[report]'" in message
 
 
-def test_what_cannot_be_reported_is_refused(make_run, capsys, tmp_path):
+def test_what_cannot_be_reported_is_refused(make_run, cli, tmp_path):
     pytest.importorskip("plotly")
-    path = make_run("a", {"reward": 1.0})
+    path = make_run("a", [{"reward": 1.0}])
     for words, message in [
-        ([path, "--smooth", "1"], "argument --smooth: '1' is not a weight of the past"),
-        ([path, "--metrics", "rewards"], "Did you mean reward?"),
-        ([tmp_path / "none"], "cannot be read"),
-        ([Path("/dev/null")], "/dev/null: has no step yet"),
+        ((path, "--smooth 1"), "argument --smooth: '1' is not a weight of the past"),
+        ((path, "--metrics rewards"), "Did you mean reward?"),
+        ((tmp_path / "none",), "cannot be read"),
+        (("/dev/null",), "/dev/null: has no step yet"),
     ]:
-        code, out, err = run(capsys, *words, "--output", tmp_path / "r.html")
-        assert (code, out) == (2, "")
-        assert message in err
-    assert not (tmp_path / "r.html").exists()
+        assert message in cli.refused("report", *words, "--output", tmp_path / "r.html")

@@ -6,7 +6,6 @@ import random
 import re
 import shlex
 import subprocess
-import sys
 import warnings
 from argparse import ArgumentParser
 from pathlib import Path
@@ -149,7 +148,7 @@ def sampled_by_ranks(folder, full):
         "        found[size] += [sample.tokens.tolist() for sample in samples]\n"
         "print('FOUND', json.dumps(found))\n"
     )
-    done = processes.run([sys.executable, "-W", "ignore", "-c", code], processes.environment())
+    done = processes.run_warm("-c", code)
     return json.loads(done.stdout.split("FOUND")[1])
 
 
@@ -229,7 +228,7 @@ for pattern in ('M-*-', '*E'):
 def refusals(folder, full):
     """What the example says of a sample and of sizes; in its own process: it patches torch when there is no GPU."""
     code = f"sizes = {SIZES!r}\nwrong = {WRONG!r}\n{REFUSED}"
-    done = processes.run([sys.executable, "-W", "ignore", "-c", code], processes.environment())
+    done = processes.run_warm("-c", code)
     return done.stdout
 
 

@@ -14,9 +14,7 @@ MOST = {"memory": 10e6, "objects": 1000}  # of growth: what allocators keep, and
 def steps(folder, full):
     """What the program printed."""
     size = ("1_000_000", "4") if full else ("1_200", "1")
-    environment = processes.with_warm_python(processes.environment())
-    command = [environment["PYTHON"], str(processes.TESTS / "fuzz/programs/soak.py"), *size]
-    done = processes.wait_for(processes.begin(command, environment), timeout=4 * processes.HANG)
+    done = processes.run_warm(str(processes.TESTS / "fuzz/programs/soak.py"), *size)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rollout_files import CONTROL, HEADER, RECORD, damaged, malformed_lines
+from rollout_files import CONTROL, HEADER, RECORD, Loud, damaged, malformed_lines
 
 from megatron_pg import RolloutFileError, Sample, StepPlanError, plan_step, read_rollouts
 from megatron_pg.declarations.choices import REDUCER_PARAMETERS
@@ -139,16 +139,6 @@ def test_the_canary_is_imported_by_its_own_path(canary):
     assert canary()
     load_function("canary:reducer", REDUCER_PARAMETERS)
     assert not canary()
-
-
-class Loud:
-    """Leaves a file when it is unpickled."""
-
-    def __init__(self, flag: Path):
-        self.flag = flag
-
-    def __reduce__(self):
-        return Path.touch, (self.flag,)
 
 
 def refuses(path: Path) -> bool:

@@ -248,6 +248,17 @@ DIVISOR_FLAG = "--loss-aggregation-divisor"
 PER_TOKEN = "calculate_per_token_loss"
 
 
+# A router whose losses the step has to scale, captured before it can, in a release before 0.19.
+GRAPHS = {
+    "loss_aggregation": "token_mean",
+    PER_TOKEN: True,
+    "num_experts": 8,
+    "moe_aux_loss_coeff": 0.01,
+    "tensor_model_parallel_size": 2,
+    "cuda_graph_impl": "transformer_engine",
+}
+
+
 @pytest.fixture
 def rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a launch, if the tests run in one."""

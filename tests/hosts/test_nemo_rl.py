@@ -1,18 +1,17 @@
 """NeMo-RL's adapter against stand-ins with its interfaces; `test_nemo_rl_checkout` has NeMo-RL itself."""
 
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
 import nemo_oracle
 import nemo_stand_in
+import processes
 import pytest
 import torch
 from host_cases import refused_flags
 from nemo_oracle import BETA, CAP, DIVISOR, HIGH, LOW, TIS_HIGH, TIS_LOW, Case
 from nemo_stand_in import Options, master_config
-from processes import environment
 
 from megatron_pg import ArgumentError
 from megatron_pg.hosts.nemo_rl import flags as nemo_flags
@@ -297,11 +296,7 @@ def test_the_checkouts_harness_finds_modules_that_the_installed_megatron_lacks(t
         "import megatron.bridge.training.utils.train_utils as train_utils\n"
         "print(train_utils.reduce_max_stat_across_model_parallel_group(3, mp_group=None))\n"
     )
-    env = environment()
-    found = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], env=env, capture_output=True, text=True, check=False
-    )
-    assert found.stdout.strip() == "3", found.stderr
+    assert processes.run_warm("-c", script, str(tmp_path)).stdout.strip() == "3"
 
 
 def test_the_launcher_runs_a_script_with_our_loss(tmp_path: Path, capsys, monkeypatch):

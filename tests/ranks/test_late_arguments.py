@@ -1,7 +1,5 @@
 """An argument error that is found before there is a process group is shown exactly once (late_arguments.py)."""
 
-import sys
-
 import launches
 import processes
 import pytest
@@ -20,7 +18,7 @@ def printed(folder, full):
         place = folder / "_".join(map(str, ranks))
         place.mkdir()
         script = processes.TESTS / "ranks/programs/late_arguments.py"
-        processes.run([sys.executable, str(script), str(place), *map(str, ranks)], processes.environment())
+        processes.run_warm(str(script), str(place), *map(str, ranks))
         found[ranks] = "".join((place / f"{rank}.err").read_text(encoding="utf-8") for rank in range(2))
     return found
 

@@ -3,7 +3,6 @@ disk."""
 
 import json
 import re
-import sys
 import zipfile
 from collections import Counter
 from itertools import product
@@ -47,9 +46,8 @@ def cases(full):
 
 @launches.launch
 def results(folder, full):
-    script = [sys.executable, str(processes.TESTS / "ranks/programs/lost_ranks.py"), str(folder), str(WRITERS)]
     names = [case.name for case in cases_of(full)]
-    processes.run([*script, *names], processes.environment(processes.ROOT / "examples" / "recipes"))
+    processes.run_warm(str(processes.TESTS / "ranks/programs/lost_ranks.py"), str(folder), str(WRITERS), *names)
     return folder
 
 

@@ -42,6 +42,7 @@ def environment(*first: Path) -> dict[str, str]:
         *map(str, first),
         *(str(TESTS / folder) for folder in FOLDERS),
         str(ROOT / "examples"),
+        str(ROOT / "examples" / "recipes"),
         str(PACKAGE),
         str(ROOT),
         ENVIRONMENT.get("PYTHONPATH", ""),
@@ -87,6 +88,12 @@ def wait_for(process: subprocess.Popen, *, check: bool = True, timeout: float = 
 def run(command: Sequence[str], env: Mapping[str, str], *, check: bool = True) -> subprocess.CompletedProcess:
     """A process from its begin to its end."""
     return wait_for(begin(command, env), check=check)
+
+
+def run_warm(*words: str, check: bool = True) -> subprocess.CompletedProcess:
+    """A script, or `-c` and code, in an interpreter that has imported torch and Megatron (see `warm`)."""
+    env = with_warm_python(environment())
+    return run([env["PYTHON"], *words], env, check=check)
 
 
 def compiled_by(script: str, *words: str, first: Sequence[Path] = (), **variables: str) -> list[dict]:

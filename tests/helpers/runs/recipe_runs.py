@@ -37,7 +37,7 @@ CONSTANT = ("plain_after.py", "--loss-aggregation", "constant", "--loss-aggregat
 
 def launch_ranks(out: Path, *first: Path) -> dict[str, dict]:
     """What `recipe_ranks` finds on two processes; `first` are folders that come before all others."""
-    env = environment(*first, RECIPES)
+    env = environment(*first) if first else with_warm_python(environment())
     for checkout in ("MEGATRON_LM", "SLIME", "MILES"):
         env.pop(checkout, None)
     names = ["rl_recipe", "slime_recipe"]

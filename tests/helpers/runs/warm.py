@@ -1,14 +1,15 @@
 """A Python that has imported torch and Megatron already: it forks for every process that a launch starts.
 
-`python()` is an executable for launches. It takes `-m module …` or `script.py …` as an interpreter does. A server,
-which the first call starts, forks a process with the caller's arguments, environment, folder and files; the executable
-waits for it, passes signals on and ends as it does. In an environment that imports anything else it is the plain
-interpreter.
+`python()` is an executable for launches. It takes `-m module …`, `-c code …` or `script.py …` as an interpreter does.
+A server, which the first call starts, forks a process with the caller's arguments, environment, folder and files; the
+executable waits for it, passes signals on and ends as it does. In an environment that imports anything else it is the
+plain interpreter.
 """
 
 import array
 import atexit
 import contextlib
+import importlib
 import json
 import os
 import runpy
@@ -26,6 +27,8 @@ from typing import NoReturn
 
 # What an interpreter reads when it starts, or a module when it is imported.
 READ_AT_IMPORT = ("PYTHONPATH", "PYTHONWARNINGS", "PYTHONHASHSEED", "TRITON_INTERPRET", "OMP_NUM_THREADS")
+# What most launches import; the example itself is run again, with all that it imports.
+IMPORTED = ("torch.distributed.run", "matplotlib.pyplot", "train_grpo")
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 LENGTH = 8  # bytes that give the length of a message
 
@@ -99,7 +102,7 @@ def call(folder: Path, interpreter: str, words: list[str]) -> NoReturn:
     """Wait for a process of the server's that runs the words, and end as it does."""
     options = [word for word in words[:1] if word == "-u"]
     rest = words[len(options) :]
-    is_known = bool(rest) and (rest[0] == "-m" or not rest[0].startswith("-"))
+    is_known = bool(rest) and (rest[0] in ("-m", "-c") or not rest[0].startswith("-"))
     imported = json.loads((folder / "imported.json").read_text(encoding="utf-8"))
     if not is_known or imported != _read_at_import(os.environ):
         os.execv(interpreter, [interpreter, *words])
@@ -201,6 +204,9 @@ def become(request: dict, set_at_import: dict[str, str]) -> None:
     if words[0] == "-m":
         sys.path[0], sys.argv = os.getcwd(), words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.path[0], sys.argv = "", ["-c", *words[2:]]
+        exec(compile(words[1], "<string>", "exec"), vars(sys.modules["__main__"]))
     else:
         sys.path[0], sys.argv = str(Path(words[0]).resolve().parent), words
         runpy.run_path(os.path.abspath(words[0]), run_name="__main__")  # `__file__` is absolute, as Python has it
@@ -217,9 +223,8 @@ def _import() -> dict[str, str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cpu_megatron.enable()
-        import torch.distributed.run  # noqa: F401
-
-        import megatron_pg.pretrain  # noqa: F401
+        for name in IMPORTED:
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
     return {name: value for name, value in os.environ.items() if before.get(name) != value}

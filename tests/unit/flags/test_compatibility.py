@@ -5,20 +5,10 @@ import types
 from importlib import metadata
 
 import pytest
-from namespaces import PER_TOKEN, accepts, arguments, breaks, mode, refused
+from namespaces import GRAPHS, accepts, arguments, breaks, mode, refused
 
 from megatron_pg.flags import compatibility
 from megatron_pg.flags.megatron import core_version
-
-# A router whose losses the step has to scale, captured before it can, in a release before 0.19.
-GRAPHS = {
-    "loss_aggregation": "token_mean",
-    PER_TOKEN: True,
-    "num_experts": 8,
-    "moe_aux_loss_coeff": 0.01,
-    "tensor_model_parallel_size": 2,
-    "cuda_graph_impl": "transformer_engine",
-}
 
 pytestmark = pytest.mark.usefixtures("rank_zero", "user_code")
 

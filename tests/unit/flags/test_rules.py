@@ -7,20 +7,11 @@ from math import inf, nan
 from pathlib import Path
 
 import pytest
-from namespaces import PER_TOKEN, REDUCER, CudaGraphScope, accepts, arguments, breaks
+from namespaces import GRAPHS, REDUCER, CudaGraphScope, accepts, arguments, breaks
 
 import megatron_pg
 from megatron_pg.flags import compatibility
 
-# A router whose losses the step has to scale, captured before it can, in a release before 0.19.
-GRAPHS = {
-    "loss_aggregation": "token_mean",
-    PER_TOKEN: True,
-    "num_experts": 8,
-    "moe_aux_loss_coeff": 0.01,
-    "tensor_model_parallel_size": 2,
-    "cuda_graph_impl": "transformer_engine",
-}
 TAUGHT = {"pg_teacher_head": "teacher.safetensors", "pg_fused_head": "recompute"}
 NAMES = {"GRAPHS": GRAPHS, "TAUGHT": TAUGHT, "REDUCER": REDUCER, "Decimal": Decimal, "inf": inf, "nan": nan}
 NAMES["CudaGraphScope"] = CudaGraphScope
