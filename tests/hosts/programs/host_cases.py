@@ -116,6 +116,11 @@ def cases(full: bool) -> Iterator[Case]:
             yield replace(case, head="recompute")
 
 
+def cases_of(layout: str, *, full: bool) -> list[Case]:
+    """Every case; in the default tier those of one layout, because each case runs in one of them."""
+    return [*cases(full=True)] if full else [*cases(full=False)][[*LAYOUTS].index(layout) :: len(LAYOUTS)]
+
+
 def samples(*, fan_out: bool = False, masked: int | None = 6) -> list[Sample]:
     """A rollout with holes in its masks, sample `masked` fully masked, and three different log-probabilities."""
     rng, found = random.Random(5), []
