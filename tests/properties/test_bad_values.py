@@ -32,16 +32,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture
-def poisoned_memory():
-    """torch.empty returns NaN, so that a read before a write shows."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    assert torch.empty(4).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def with_masked_values(case: StepCase, value) -> StepCase:
     """The case with `value()` in every slot that nothing trained reads."""
     samples = [_refill(sample, value) for sample in case.samples]
