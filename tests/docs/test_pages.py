@@ -194,11 +194,11 @@ def test_the_lists_of_messages_are_brought_up_to_date():
 def test_a_message_is_read_with_its_constants_and_its_values_apart(tmp_path, monkeypatch):
     room = tmp_path / "room.py"
     room.write_text(
-        "def check(x):\n"
+        "def check(x) -> Violations:\n"
         "    flag = '--flag'\n"
         "    if x:\n"
         "        raise ValueError(f'{flag} is {x!r}, so nothing ' + 'works.')\n"
-        "    yield ('E1', 'a rule that is broken')\n"
+        "    yield 'E1 a rule that is broken'\n"
         "def length_message(n) -> str:\n"
         "    return f'{n} is too long' if n else 'it is not there at all'\n"
         "def label(n) -> str:\n"
