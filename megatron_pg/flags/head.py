@@ -16,14 +16,14 @@ def add_head_arguments(group: argparse._ArgumentGroup) -> None:
         "those of a float32 sampler. All logits are stored."
     )
     group.add_argument("--fp32-lm-head", action="store_true", help=fp32_lm_head)
-    fused_head = (
+    head_mode = (
         "Compute the loss from the last hidden states in chunks of tokens, with float32 logits that are never stored. "
         "forward (default if no value is given): the gradient is computed together with the loss. recompute: the "
         "logits are computed again in the backward, for loss scaling and for sequence-level losses. scaled_exp: as "
         "forward, faster and with less memory, with 1.4 times the rounding error of the weight gradient, for losses "
         "without entropies on compute capability 9.0."
     )
-    group.add_argument("--pg-fused-head", nargs="?", const="forward", choices=HEAD_MODES, help=fused_head)
+    group.add_argument("--pg-fused-head", nargs="?", const="forward", choices=HEAD_MODES, help=head_mode)
     fp32_lm_head_backward = (
         "Precision of the logits' gradient in the backward GEMMs. bf16 (default): rounded, as in Megatron. split: two "
         "bfloat16 parts, which give a weight gradient exact to 1e-5 at twice the cost of the GEMMs."

@@ -213,9 +213,9 @@ def test_a_message_is_read_whole(tmp_path, monkeypatch):
     """With each of the texts that a value of it may be, and once."""
     (tmp_path / "room.py").write_text(
         "FLAWS = {'a': 'is noisy', 'b': None, 'c': 'is biased'}\n"
-        "def rules(args, own):\n"
+        "def rules(args, own) -> Violations:\n"
         "    for name, why in (('one_flag', 'scales the logits'), ('other', 'defers them')):\n"
-        "        yield 'E1', f'--{name.replace(\"_\", \"-\")} {why}; remove it'\n"
+        "        yield f'E1 --{name.replace(\"_\", \"-\")} {why}; remove it'\n"
         "    for reader in readers(f'--no-message {args}'):\n"
         "        raise ArgumentError(list(sort(reader)))\n"
         "def readers(args) -> Iterator[str]:\n"
