@@ -26,24 +26,10 @@ def add_megatron(parser) -> None:
 TRAINING = [*actions_of(add_arguments), *actions_of(add_megatron)]
 LAUNCH = actions_of(launch.add_launch_options)
 BOUNDED = ("--docs-per-step", "--global-batch-size", "--moe-aux-loss-coeff", "--context-parallel-size", "--world-size")
-BEFORE = [
-    *(
-        "torchrun",
-        "python",
-        "python3.11",
-        "ray",
-        "accelerate",
-        "srun",
-        "env",
-        "uv",
-        "-m",
-        "-c",
-        "t.py",
-        "--nnodes",
-        "2",
-    ),
-    *("--nproc-per-node", "8", "--n=4", "A=1", "+", ";", "$X", "x" * 9000, "9" * 5000),
-]
+BEFORE_WORDS = (
+    "torchrun python python3.11 ray accelerate srun env uv -m -c t.py --nnodes 2 --nproc-per-node 8 --n=4 A=1"
+)
+BEFORE = [*BEFORE_WORDS.split(), *"+;", "$X", "x" * 9000, "9" * 5000]
 
 
 @pytest.fixture
@@ -78,15 +64,13 @@ def any_command_lines(rng: random.Random, files: list[str]) -> str:
 
 JOBS = ("validate", "explain")
 LONG, NINES = "x" * 300, "9" * 5000
+CONVERT = ["convert", "dump.jsonl", "--format", "jsonl", "--output"]
 REFUSED = [  # command lines that random words have found, and similar ones
     *([command, LONG] for command in ("compare", "plot")),
     *([command, f"{name}\ud800"] for command in ("compare", "plot") for name in ("rollouts.jsonl", "metrics.jsonl")),
     *(["report", LONG, "--output", "a.html"], ["report", "metrics.jsonl", "--output", LONG]),
-    *(
-        ["convert", "dump.jsonl", "--format", "jsonl", "--output", name]
-        for name in (LONG, "a\ud800", "a\0b", "/dev/null")
-    ),
-    ["convert", "dump.jsonl", "--format", "jsonl", "--output", "/dev/null", "--overwrite"],
+    *([*CONVERT, name] for name in (LONG, "a\ud800", "a\0b", "/dev/null")),
+    [*CONVERT, "/dev/null", "--overwrite"],
     ["convert", f"train_data_step{NINES}.jsonl", "--format", "nemo_rl", "--output", "a", "--group-size", "1"],
     *([command, "--args-file", LONG] for command in JOBS),
     *([command, flag, "9" * size] for command in JOBS for flag in BOUNDED for size in (400, 5000)),

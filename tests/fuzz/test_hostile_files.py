@@ -198,13 +198,11 @@ def test_a_file_of_tensors(full, evidence):
             torch.save(dump, name, _use_new_zipfile_serialization=rng.random() < 0.8)
             if rng.random() < 0.15:
                 Path(name).write_bytes(texts.damaged(Path(name).read_bytes()))
-        advantage = (
-            ["--train-data", "train.pt"] if rng.random() < 0.4 else ["--advantage", rng.choice(["rloo", "reward"])]
-        )
-        more = [
-            *["--old-logprobs", "rollout"][: 2 * (rng.random() < 0.7)],
-            *["--reward-key", "a"][: 2 * (rng.random() < 0.1)],
-        ]
+        advantage = ["--advantage", rng.choice(["rloo", "reward"])]
+        if rng.random() < 0.4:
+            advantage = ["--train-data", "train.pt"]
+        more = ["--old-logprobs", "rollout"] if rng.random() < 0.7 else []
+        more += ["--reward-key", "a"] if rng.random() < 0.1 else []
         framework = rng.choice(["slime", "miles"])
         return ["convert", "dump.pt", "--format", framework, *advantage, *more, "--output", "out", "--overwrite"]
 

@@ -44,58 +44,19 @@ def is_clean(error: BaseException) -> bool:
 
 # --- import paths ---
 
-FORBIDDEN = [
-    *" \t\n\r\0\x1b\x7f/\\-+*()[]{}<>'\"`,;|&$#@!?%^~=",
-    "\u200b",
-    "\u202e",
-    "\u2028",
-    "é",
-    "\ud800",
-    "\U0001f426",
-]
+FORBIDDEN = [*" \t\n\r\0\x1b\x7f/\\-+*()[]{}<>'\"`,;|&$#@!?%^~=", *"\u200b\u202e\u2028é\ud800\U0001f426"]
+NO_PATHS = """. : canary canary: :reducer canary. .reducer canary::reducer canary..reducer canary:reducer:more
+canary:reducer.more ./canary.py:reducer canary.py:reducer /tmp/canary.py:reducer ..canary:reducer canary/reducer
+canary\\reducer file:///tmp/canary.py:reducer ~/canary:reducer http://example.com/canary:reducer pkg://canary:reducer
+git+https://example.com/canary.git s3://b/canary canary:__call__ canary:__import__ __main__:reducer
+canary.__class__:reducer builtins:__import__ canary.__dict__.reducer canary:reducer.__globals__
+os.__loader__:load_module __builtins__:eval canary:reducer() canary:lambda (canary):reducer
+__import__('canary').reducer $(canary):reducer 1canary:reducer canary:1reducer canary:re-ducer
+кенар:reducer canary:ｒeducer canary:ﬁ %s%n ${canary} {canary}"""
 MALFORMED = [
-    *("", " ", ".", ":", "canary", "canary:", ":reducer", "canary.", ".reducer", "canary::reducer", "canary..reducer"),
-    *(
-        "canary:reducer:more",
-        "canary:reducer.more",
-        "./canary.py:reducer",
-        "canary.py:reducer",
-        "/tmp/canary.py:reducer",
-    ),
-    *("..canary:reducer", "canary/reducer", "canary\\reducer", "file:///tmp/canary.py:reducer", "~/canary:reducer"),
-    *(
-        "http://example.com/canary:reducer",
-        "pkg://canary:reducer",
-        "git+https://example.com/canary.git",
-        "s3://b/canary",
-    ),
-    *("canary:__call__", "canary:__import__", "__main__:reducer", "canary.__class__:reducer", "builtins:__import__"),
-    *("canary.__dict__.reducer", "canary:reducer.__globals__", "os.__loader__:load_module", "__builtins__:eval"),
-    *(
-        "lambda *a: 0",
-        "lambda x: x",
-        "canary:reducer()",
-        "canary:lambda",
-        "(canary):reducer",
-        "canary:reducer if 1 else 0",
-    ),
-    *(
-        "__import__('canary').reducer",
-        "import canary",
-        "exec('import canary')",
-        "canary;import os",
-        "$(canary):reducer",
-    ),
-    *("1canary:reducer", "canary:1reducer", "canary:re-ducer", "кенар:reducer", "canary:ｒeducer", "canary:ﬁ"),
-    *(
-        "a" * 100_000 + "/",
-        "a." * 50_000 + "/",
-        "a:" * 50_000,
-        "\x1b[2J\x1b]0;canary\x07",
-        "%s%n",
-        "${canary}",
-        "{canary}",
-    ),
+    *("", " ", *NO_PATHS.split(), "lambda *a: 0", "lambda x: x", "canary:reducer if 1 else 0", "import canary"),
+    *("exec('import canary')", "canary;import os", "\x1b[2J\x1b]0;canary\x07"),
+    *("a" * 100_000 + "/", "a." * 50_000 + "/", "a:" * 50_000),
 ]
 REFUSED_OBJECTS = [
     *("torch.os:system", "torch:os", "torch.os", "torch.os.system", "os:system", "os.path", "sys:modules", "sys:path"),

@@ -243,8 +243,6 @@ def ids(messages: list[tuple[type[Warning], str]]) -> list[str]:
     return [rule for rule, _ in found]
 
 
-PATH_FLAG = "--custom-pg-loss-reducer-function-path"
-DIVISOR_FLAG = "--loss-aggregation-divisor"
 PER_TOKEN = "calculate_per_token_loss"
 
 

@@ -25,6 +25,12 @@ def divisor_of(aggregation: str, divisor: float = TINY_DIVISOR) -> float | None:
     return divisor if aggregation == "constant" else None
 
 
+def plain_sample(length: int = 1, **changes: object) -> Sample:
+    """One prompt token and `length` trained response tokens, as `Sample.build` takes them, with changes."""
+    fields = {"tokens": [1] * (length + 1), "response_length": length, "loss_mask": [1] * length}
+    return Sample.build(**fields | {"old_logprobs": [-1.0] * length, "advantage": 1.0} | changes)
+
+
 def make_sample(
     *,
     prompt_length: int,
@@ -49,9 +55,8 @@ def make_sample(
         prompt_id=prompt_id,
         sample_id=sample_id,
         step=0,
-        reward=float(
-            round(_draw_of(rollout_id, draw := rng.uniform(0.0, 1.0)))
-        ),  # of two values: groups without variance occur
+        # of two values: groups without variance occur
+        reward=float(round(_draw_of(rollout_id, draw := rng.uniform(0.0, 1.0)))),
         truncated=[None, False, True][int(1000 * draw) % 3],
         **{name: [rng.uniform(-4.0, -1.0) if m else bad for m in mask] for name in optional},
     )

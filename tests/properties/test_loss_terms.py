@@ -15,11 +15,10 @@ import term_cases
 import torch
 from compare import metrics_error, same_bits
 from head_simulation import through_the_fused_head  # noqa: F401, a fixture
-from simulation import Layout
+from simulation import LAYOUTS, Layout
 from step_cases import CUSTOM, StepCase, worst_of
 from step_oracle import Settings, Term
-from term_cases import case_of, live_rows
-from token_oracle import KL_ESTIMATORS
+from term_cases import live_rows
 
 from megatron_pg.batch import pack
 from megatron_pg.plan.plan import StepPlan, plan_step
@@ -27,16 +26,6 @@ from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.sample import Sample
 
-LAYOUTS = [
-    Layout(),
-    Layout(microbatches=3, qkv_format="bshd"),
-    Layout(data=2, microbatches=2),
-    Layout(context=2, microbatches=2),
-    Layout(context=2, microbatches=2, qkv_format="bshd"),
-    Layout(context=4, padding=1),
-    Layout(tensor=2, microbatches=2),
-    Layout(data=2, context=2, tensor=2, microbatches=2),
-]
 FULL = {1: 1200, 2: 700, 4: 500, 8: 300}  # cases of a layout, by the size of its world: 6,000
 LIMIT = 1e-12
 SOFT = {"objective": "reinforce", "correction": "none", "denominator": "scheduled", "grad_divisor": 1.0}
@@ -245,64 +234,6 @@ def test_weight_0_changes_no_bit_of_a_step_whose_mask_is_0(layout, full, evidenc
         # tables of another height are summed in another order
         assert metrics_error(weighted.metrics, dropped.metrics) <= 1e-14
     evidence(cases=len(cases))
-
-
-# ---- One loss term in the place of another ----
-
-
-def of_terms(case: StepCase, *terms: Term, **fields) -> StepCase:
-    samples = [
-        dataclasses.replace(s, **{n: values[i] for n, values in fields.items()}) for i, s in enumerate(case.samples)
-    ]
-    return case_of(samples, case.logits, dataclasses.replace(case.asked, terms=terms))
-
-
-def plain_case(rng: random.Random) -> StepCase:
-    """One whose samples are all of the objective, with all fields."""
-    plain = {name: value for name, value in vars(Settings(temperature=0.7)).items() if name != "objective"}
-    reads = (Term("r", "kl", on="rl", estimator="k3"), Term("t", "opd", on="rl"))
-    return term_cases.random_case(rng, objective="grpo", **(plain | {"terms": reads}))
-
-
-@pytest.mark.parametrize("estimator", sorted(KL_ESTIMATORS))
-@pytest.mark.parametrize("layout", LAYOUTS[3::4], ids=str)
-def test_with_the_reference_for_a_teacher_distillation_is_the_kl_term(estimator, layout):
-    rng = random.Random(f"{estimator} {layout}")
-    case = plain_case(rng)
-    teachers = [sample.ref_logprobs for sample in case.samples]
-    options = {"on": "rl", "estimator": estimator, "weight": 0.3, "aggregation": "sample_mean"}
-    opd = of_terms(case, Term("t", "opd", **options), teacher_logprobs=teachers)
-    kl = of_terms(case, Term("t", "kl", **options), teacher_logprobs=[None] * len(teachers))
-    step = opd.step(layout, rng)
-    other = dataclasses.replace(step, samples=kl.samples, loss=kl.loss)
-    found, wanted = simulation.run_steps([step, other], layout)
-    assert same_bits(found.gradients, wanted.gradients)
-    assert found.metrics == wanted.metrics
-    assert found.metrics["t/loss"] != 0
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[3::4], ids=str)
-def test_a_teacher_that_is_the_student_teaches_nothing(layout):
-    rng = random.Random(f"student {layout}")
-    case = plain_case(rng)
-    silent = dataclasses.replace(case, asked=dataclasses.replace(case.asked, has_policy=False))
-    own = [student_logprobs(*each, case.asked.temperature) for each in zip(case.samples, case.logits, strict=True)]
-    term = Term("t", "opd", on="rl", aggregation="token_mean")
-    taught, other = (
-        of_terms(silent, term, teacher_logprobs=[shift + values for values in own]) for shift in (0.0, -1.0)
-    )
-    step = taught.step(layout, rng)
-    steps = [step, dataclasses.replace(step, samples=other.samples)]
-    found, moved = simulation.run_steps(steps, layout)
-    scale = max(float(rows.abs().max()) for rows in moved.gradients)
-    assert max(float(rows.abs().max()) for rows in found.gradients) <= 1e-14 * scale
-    assert abs(found.metrics["loss"]) <= 1e-14 * moved.metrics["loss"]
-
-
-def student_logprobs(sample: Sample, table: torch.Tensor, temperature: float) -> torch.Tensor:
-    first = len(sample.tokens) - sample.response_length
-    log_p = torch.log_softmax(table[first - 1 : -1] / temperature, dim=1)
-    return log_p.gather(1, sample.tokens[first:, None])[:, 0]
 
 
 # ---- What is read must be there ----

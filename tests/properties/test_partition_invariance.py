@@ -11,14 +11,12 @@ import pytest
 import simulation
 import step_cases
 import torch
-from compare import same_bits, scalar_error
+from compare import scalar_error
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from samples import divisor_of, make_sample
 from simulation import Layout, Step
 from step_cases import BOUNDS, CONTRACTS, StepCase, random_case
-
-from megatron_pg.declarations.aggregations import AGGREGATIONS
 
 LAYOUTS = [
     Layout(),
@@ -113,34 +111,24 @@ def number_of_cases(layout: Layout, dtype: torch.dtype, full: bool) -> int:
     return 830 // layout.world_size if full else {torch.float64: 20, torch.float32: 10}[dtype]
 
 
-@pytest.mark.proof("partitions, float64: losses within 1e-12")
-def test_losses_in_float64_equal_the_oracle_in_every_layout(layout, full, evidence):
-    trial(layout, torch.float64, number_of_cases(layout, torch.float64, full)).check("loss", evidence)
+def shown(dtype: torch.dtype, kind: str, what: str):
+    name = str(dtype).removeprefix("torch.")
+    return pytest.param(dtype, kind, id=f"{name}-{kind}", marks=pytest.mark.proof(f"partitions, {name}: {what}"))
 
 
-@pytest.mark.proof("partitions, float64: gradients within 1e-12")
-def test_gradients_in_float64_equal_the_oracle_in_every_layout(layout, full, evidence):
-    trial(layout, torch.float64, number_of_cases(layout, torch.float64, full)).check("gradient", evidence)
-
-
-@pytest.mark.proof("partitions, float64: metrics within 1e-12")
-def test_metrics_in_float64_equal_the_oracle_in_every_layout(layout, full, evidence):
-    trial(layout, torch.float64, number_of_cases(layout, torch.float64, full)).check("metrics", evidence)
-
-
-@pytest.mark.proof("partitions, float32: losses within 1e-5")
-def test_losses_in_float32_equal_the_oracle_in_every_layout(layout, full, evidence):
-    trial(layout, torch.float32, number_of_cases(layout, torch.float32, full)).check("loss", evidence)
-
-
-@pytest.mark.proof("partitions, float32: gradients within 2e-6")
-def test_gradients_in_float32_equal_the_oracle_in_every_layout(layout, full, evidence):
-    trial(layout, torch.float32, number_of_cases(layout, torch.float32, full)).check("gradient", evidence)
-
-
-@pytest.mark.proof("partitions, float32: metrics within 1e-5")
-def test_metrics_in_float32_equal_the_oracle_in_every_layout(layout, full, evidence):
-    trial(layout, torch.float32, number_of_cases(layout, torch.float32, full)).check("metrics", evidence)
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        shown(torch.float64, "loss", "losses within 1e-12"),
+        shown(torch.float64, "gradient", "gradients within 1e-12"),
+        shown(torch.float64, "metrics", "metrics within 1e-12"),
+        shown(torch.float32, "loss", "losses within 1e-5"),
+        shown(torch.float32, "gradient", "gradients within 2e-6"),
+        shown(torch.float32, "metrics", "metrics within 1e-5"),
+    ],
+)
+def test_every_layout_equals_the_oracle(layout, dtype, kind, full, evidence):
+    trial(layout, dtype, number_of_cases(layout, dtype, full)).check(kind, evidence)
 
 
 @pytest.mark.proof("partitions: empty, masked, short and split units among them")
@@ -216,34 +204,10 @@ def test_no_drawn_partition_changes_the_step(full, evidence):
     evidence(cases=len(tried))
 
 
-def full_step(seed: int) -> StepCase:
-    return random_case(random.Random(seed), "token_mean", per_token=True, temperature=1.0)
-
-
-def run_with(case: StepCase, layout: Layout, rng: random.Random, aggregation: str, divisor: float | None):
-    loss = simulation.settings(aggregation, per_token=False, divisor=divisor)
-    return simulation.run_step(case.samples, case.logits, layout, loss, rng)
-
-
-def test_the_four_modes_differ_from_each_other_on_a_random_step():
-    rng, case = random.Random(3), full_step(3)
-    values = {round(run_with(case, Layout(), rng, mode, divisor_of(mode)).reported, 9) for mode in AGGREGATIONS}
-    assert len(values) == len(AGGREGATIONS)
-
-
-@pytest.mark.parametrize("seed", range(4, 9))
-def test_the_divisor_scales_pg_loss_and_leaves_every_other_metric_bit_identical(seed):
-    case, layout = full_step(seed), Layout(data=2, microbatches=2)
-    half, full = (run_with(case, layout, random.Random(5), "constant", divisor) for divisor in (2048.0, 4096.0))
-    assert half.metrics["pg_loss"] == 2 * full.metrics["pg_loss"]
-    assert same_bits(half.gradients, [2 * gradient for gradient in full.gradients])
-    for name, value in half.metrics.items():
-        assert value == full.metrics[name] or name == "pg_loss", name
-
-
 def test_a_denominator_per_microbatch_would_be_seen():
     """The mistake that public systems make: each micro-batch's own token mean, averaged."""
-    rng, case = random.Random(6), full_step(6)
+    rng = random.Random(6)
+    case = random_case(rng, "token_mean", per_token=True, temperature=1.0)
     pieces = [
         simulation.run_step([s], [t], Layout(), case.loss, rng).reported
         for s, t in zip(case.samples, case.logits, strict=True)

@@ -148,8 +148,9 @@ def ours(batch: Batch, flags: str) -> tuple[Tensor, Tensor]:
     return _with_gradient(microbatch_loss(rows, local.fields, settings, None)[0], batch)
 
 
-def theirs(batch: Batch, formula) -> tuple[Tensor, Tensor]:
-    return _with_gradient(formula(batch), batch)
+def theirs(batch: Batch, mean, loss) -> tuple[Tensor, Tensor]:
+    """Of their loss of each token [B, T] and their mean over the step."""
+    return _with_gradient(mean(batch, loss(batch)), batch)
 
 
 def _with_gradient(loss: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -162,13 +163,21 @@ def slope(found: tuple[Tensor, Tensor], batch: Batch) -> float:
     return float(found[1][0, 0, 0] / -torch.expm1(batch.new.detach()))
 
 
-def apart(batch: Batch, flags: str, formula) -> tuple[float, float]:
+def apart(batch: Batch, flags: str, mean, loss) -> tuple[float, float]:
     """Distance of loss and of gradient, each over the size of the other side's."""
-    (loss, gradient), (their_loss, their_gradient) = ours(batch, flags), theirs(batch, formula)
+    (found, gradient), (their_loss, their_gradient) = ours(batch, flags), theirs(batch, mean, loss)
     return (
-        float((loss - their_loss).abs() / their_loss.abs()),
+        float((found - their_loss).abs() / their_loss.abs()),
         float((gradient - their_gradient).norm() / their_gradient.norm()),
     )
+
+
+def is_same(batch: Batch, flags: str, mean, loss) -> bool:
+    return max(apart(batch, flags, mean, loss)) < LIMIT
+
+
+def differs(batch: Batch, flags: str, mean, loss) -> bool:
+    return apart(batch, flags, mean, loss)[1] > 0.01
 
 
 # --- means of a step ---
@@ -192,6 +201,11 @@ def of_prompts(b: Batch, x: Tensor) -> Tensor:
     """DAPO as printed."""
     groups = [[i for i, prompt in enumerate(b.prompt_ids) if prompt == each] for each in sorted(set(b.prompt_ids))]
     return sum(b.sum_rows(x)[g].sum() / b.counts[g].sum() for g in groups) / len(groups)
+
+
+def whole(b: Batch, x: Tensor) -> Tensor:
+    """Of what is a loss of the step already, or of one token."""
+    return x.sum()
 
 
 def sums_over(divisor: float):
@@ -292,22 +306,47 @@ def gmpo(b: Batch) -> Tensor:
     return (-b.sum_rows(b.A) / b.counts * ratio).sum() / len(b.mask)
 
 
-def dppo(distance: str, low: float, high: float, c: float):
+def dppo_flags(distance: str, size: float) -> str:
+    return f"--pg-objective dppo_{distance} --pg-dppo-delta-low {size} --pg-dppo-delta-high {size}"
+
+
+def dppo(distance: str, size: float, c: float):
     """verl; without the 1e-8 that it adds inside of its logarithm."""
 
     def loss(b: Batch) -> Tensor:
         new, old = b.new.exp(), b.old.exp()
         if distance == "tv":
-            kept = torch.where(b.A > 0, new - old <= high, new - old >= -low)
+            kept = torch.where(b.A > 0, new - old <= size, new - old >= -size)
         else:
             kl = old * (b.old - b.new) + (1 - old) * ((1 - old) / (1 - new)).log()
-            kept = torch.where(b.A > 0, (kl <= high) | (new <= old), (kl <= low) | (new >= old))
+            kept = (kl <= size) | torch.where(b.A > 0, new <= old, new >= old)
         return -b.A * b.r.clamp(max=c).detach() * b.new * kept
 
     return loss
 
 
-# --- factors of a correction ---
+# --- factors of a correction, and terms ---
+
+
+def hot(b: Batch) -> Batch:
+    return dataclasses.replace(b, temperature=0.7)
+
+
+def with_kl(estimator):
+    return lambda b: clip(b) + 0.3 * estimator(b)
+
+
+def with_bonus(b: Batch) -> Tensor:
+    return clip(b) - 0.3 * b.entropy
+
+
+def truncated_gspo_by_token(b: Batch) -> Tensor:
+    return b.rho.clamp(max=2.0) * gspo_by_token(b)
+
+
+def masked_by_geometric_mean(b: Batch) -> Tensor:
+    kept = within(product(b) ** (1 / b.counts[:, None]), 0.9, 1.1) > 0
+    return clip(b) * b.rho * kept.double()
 
 
 def product(b: Batch) -> Tensor:
@@ -327,6 +366,14 @@ def stays(b: Batch, anchor: Tensor, threshold: float) -> Tensor:
 # --- estimators of the KL term ---
 
 
+def k1(b: Batch) -> Tensor:
+    return b.new - b.ref
+
+
+def k2(b: Batch) -> Tensor:
+    return (b.new - b.ref).square() / 2
+
+
 def k3(b: Batch) -> Tensor:
     return (b.ref - b.new).exp() - 1 - (b.ref - b.new)
 
@@ -338,8 +385,7 @@ def once(b: Batch) -> Tensor:
 
 def straight_through(b: Batch) -> Tensor:
     """verl's k3+: the value of k3, the gradient of k2."""
-    k2 = (b.new - b.ref).square() / 2
-    return k2 - k2.detach() + k3(b).detach()
+    return k2(b) - k2(b).detach() + k3(b).detach()
 
 
 def on_policy(seed: int = 16) -> Batch:
@@ -353,203 +399,121 @@ def shared_rollouts() -> Batch:
 
 TOKENS = "--loss-aggregation token_mean"
 POLICY = "--pg-aux-aggregation policy"
-GSPO = "--pg-objective gspo"
 CONSTANT = "--loss-aggregation constant --loss-aggregation-divisor"
-KL = "--pg-kl-coef 0.3 --pg-kl-estimator"
+SIXTEEN = f"{CONSTANT} 16 {POLICY}"
+NARROW = "--pg-clip-eps-low 0.01 --pg-clip-eps-high 0.01"
+DUAL = "--pg-objective dual_clip --pg-dual-clip 1.25"
+GSPO = "--pg-objective gspo"
+CISPO = "--pg-objective cispo --pg-cispo-cap"
+IPO = "--pg-objective ipo --pg-ipo-delta-low 0.02 --pg-ipo-delta-high 0.03 --pg-ipo-tau 0.1"
 RHO = "--pg-correction"
+NEAR = "--pg-correction-low 0.9 --pg-correction-high 1.1"
+UNCAPPED = "--pg-correction-high 1e9"
+ICEPOP = f"{RHO} icepop --pg-correction-low 0.8 --pg-correction-high 1.25"
+OPSM = f"{RHO} opsm --pg-correction-high 0.05"
+OPSM_OLD = f"{RHO} opsm_old --pg-correction-high 0.05"
+KL = "--pg-kl-coef 0.3 --pg-kl-estimator"
+ENTROPY = "--pg-entropy-coef 0.3"
 
-# (row of a page, who, our flags, their loss of the step)
+# (row of a page, who, our flags, their mean over the step, their loss of a token)
 SAME = [
-    ("`sample_mean`", "slime miles", "", lambda b: of_rollouts(b, clip(b))),
-    ("`sample_mean`", "verl NeMo-RL", "", lambda b: of_rows(b, clip(b))),
-    ("`sample_mean`", "TRL", "", lambda b: of_microbatches([0, 1, 2], [3, 4, 5])(b, clip(b))),
-    ("`prompt_mean`", "the paper", "--loss-aggregation prompt_mean", lambda b: of_prompts(b, clip(b))),
-    ("`token_mean`", "slime miles verl NeMo-RL Megatron", TOKENS, lambda b: of_tokens(b, clip(b))),
-    ("`token_mean`", "the flag", "--calculate-per-token-loss", lambda b: of_tokens(b, clip(b))),
-    ("`token_mean`", "TRL", TOKENS, lambda b: of_processes(b, clip(b))),
-    ("`constant`, L", "verl TRL", f"{CONSTANT} 16", lambda b: sums_over(16)(b, clip(b))),
-    ("`constant`, L = 1", "verl", f"{CONSTANT} 1", lambda b: sums_over(1)(b, clip(b))),
-    ("`--pg-clip-eps-low`", "slime miles", "--pg-clip-eps-high 0.28", lambda b: of_rollouts(b, clip(b, 0.2, 0.28))),
-    (
-        "`--pg-clip-eps-low`",
-        "Megatron",
-        f"--pg-clip-eps-low 0.01 --pg-clip-eps-high 0.01 {TOKENS}",
-        lambda b: of_tokens(b, -torch.minimum(b.r * b.A, b.r.clamp(0.99, 1.01) * b.A)),
-    ),
-    (
-        "`--pg-temperature`",
-        "all",
-        "--pg-temperature 0.7",
-        lambda b: (lambda hot: of_rows(hot, clip(hot)))(dataclasses.replace(b, temperature=0.7)),
-    ),
-    ("`dual_clip`", "all", "--pg-objective dual_clip --pg-dual-clip 1.25", lambda b: of_rows(b, dual(b, 1.25))),
-    ("`dual_clip`", "TRL", "--pg-objective dual_clip --pg-dual-clip 1.25", lambda b: of_rows(b, delta(b, 1.25))),
-    ("`gspo`", "slime miles TRL NeMo-RL", GSPO, lambda b: of_rollouts(b, gspo(b))),
-    ("`gspo_token`", "verl TRL", f"{GSPO}_token", lambda b: of_rows(b, gspo_by_token(b))),
-    ("`gspo_token`", "is gspo here", GSPO, lambda b: of_rows(b, gspo_by_token(b))),
-    *(
-        ("`gspo`", f"with {what}", f"{GSPO} {RHO} {flags}", lambda b, f=factor: of_rows(b, f(b) * gspo(b)))
-        for what, flags, factor in (
-            ("token_truncate", "tis", lambda b: b.rho.clamp(max=2.0)),
-            ("token_mask", "icepop", lambda b: within(b.rho, 0.5, 5.0)),
-            ("sequence_mask", "mis", lambda b: within(product(b), 0.0, 3.0)),
-            ("opsm", "opsm_old --pg-correction-high 0.05", lambda b: stays(b, b.old, 0.05)),
-        )
-    ),
-    (
-        "`gspo_token`",
-        "verl with rollout_is token",
-        f"{GSPO}_token {RHO} tis",
-        lambda b: of_rows(b, b.rho.clamp(max=2.0) * gspo_by_token(b)),
-    ),
-    (
-        "`cispo`",
-        "TRL",
-        f"--pg-objective cispo --pg-cispo-cap 1.28 {TOKENS}",
-        lambda b: of_processes(b, cispo(0.0, 1.28)(b)),
-    ),
-    (
-        "`cispo`",
-        "verl slime NeMo-RL",
-        f"--pg-objective cispo --pg-clip-eps-low 0.2 --pg-cispo-cap 1.2 {TOKENS}",
-        lambda b: of_tokens(b, cispo(0.8, 1.2)(b)),
-    ),
-    ("`sapo`", "verl TRL", "--pg-objective sapo", lambda b: of_rows(b, sapo(b))),
-    *(
-        (
-            f"`dppo_{name}`",
-            "verl",
-            f"--pg-objective dppo_{name} --pg-dppo-delta-low {size} --pg-dppo-delta-high {size} --pg-dual-clip 1.3 "
-            f"{TOKENS}",
-            lambda b, n=name, s=size: of_tokens(b, dppo(n, s, s, 1.3)(b)),
-        )
-        for name, size in (("tv", 0.05), ("kl", 0.02))
-    ),
-    ("`dro`", "verl", f"--pg-objective dro --pg-dro-beta 0.3 {TOKENS}", lambda b: of_tokens(b, dro(0.3)(b))),
-    ("`topr`", "the paper", f"--pg-objective topr {CONSTANT} 1", topr),
-    ("`topr_token`", "by token", f"--pg-objective topr_token {TOKENS}", lambda b: of_tokens(b, topr_by_token(b))),
-    (
-        "`ipo`",
-        "prime-rl",
-        f"--pg-objective ipo --pg-ipo-delta-low 0.02 --pg-ipo-delta-high 0.03 --pg-ipo-tau 0.1 {TOKENS}",
-        lambda b: of_tokens(b, ipo(0.02, 0.03, 0.1)(b)),
-    ),
-    ("`vespo`", "TRL", f"--pg-objective vespo {TOKENS}", lambda b: of_processes(b, vespo(b))),
-    ("`gmpo`", "verl", "--pg-objective gmpo --pg-gmpo-eps-low 0.1 --pg-gmpo-eps-high 0.2", gmpo),
-    ("`reinforce`", "verl NeMo-RL", f"--pg-objective reinforce {TOKENS}", lambda b: of_tokens(b, -b.A * b.new)),
-    ("`reinforce_is`", "the formula", "--pg-objective reinforce_is", lambda b: of_rows(b, -b.A * b.r)),
-    ("`tis`", "slime miles", f"{RHO} tis", lambda b: of_rollouts(b, clip(b) * b.rho.clamp(0, 2))),
+    ("`sample_mean`", "slime miles", "", of_rollouts, clip),
+    ("`sample_mean`", "verl NeMo-RL", "", of_rows, clip),
+    ("`sample_mean`", "TRL", "", of_microbatches([0, 1, 2], [3, 4, 5]), clip),
+    ("`prompt_mean`", "the paper", "--loss-aggregation prompt_mean", of_prompts, clip),
+    ("`token_mean`", "slime miles verl NeMo-RL Megatron", TOKENS, of_tokens, clip),
+    ("`token_mean`", "the flag", "--calculate-per-token-loss", of_tokens, clip),
+    ("`token_mean`", "TRL", TOKENS, of_processes, clip),
+    ("`constant`, L", "verl TRL", f"{CONSTANT} 16", sums_over(16), clip),
+    ("`constant`, L = 1", "verl", f"{CONSTANT} 1", sums_over(1), clip),
+    ("`--pg-clip-eps-low`", "slime miles", "--pg-clip-eps-high 0.28", of_rollouts, lambda b: clip(b, 0.2, 0.28)),
+    ("`--pg-clip-eps-low`", "Megatron", f"{NARROW} {TOKENS}", of_tokens, lambda b: clip(b, 0.01, 0.01)),
+    ("`--pg-temperature`", "all", "--pg-temperature 0.7", of_rows, lambda b: clip(hot(b))),
+    ("`dual_clip`", "all", DUAL, of_rows, lambda b: dual(b, 1.25)),
+    ("`dual_clip`", "TRL", DUAL, of_rows, lambda b: delta(b, 1.25)),
+    ("`gspo`", "slime miles TRL NeMo-RL", GSPO, of_rollouts, gspo),
+    ("`gspo_token`", "verl TRL", f"{GSPO}_token", of_rows, gspo_by_token),
+    ("`gspo_token`", "is gspo here", GSPO, of_rows, gspo_by_token),
+    ("`gspo`", "with token_truncate", f"{GSPO} {RHO} tis", of_rows, lambda b: b.rho.clamp(max=2.0) * gspo(b)),
+    ("`gspo`", "with token_mask", f"{GSPO} {RHO} icepop", of_rows, lambda b: within(b.rho, 0.5, 5.0) * gspo(b)),
+    ("`gspo`", "with sequence_mask", f"{GSPO} {RHO} mis", of_rows, lambda b: within(product(b), 0.0, 3.0) * gspo(b)),
+    ("`gspo`", "with opsm", f"{GSPO} {OPSM_OLD}", of_rows, lambda b: stays(b, b.old, 0.05) * gspo(b)),
+    ("`gspo_token`", "verl with rollout_is token", f"{GSPO}_token {RHO} tis", of_rows, truncated_gspo_by_token),
+    ("`cispo`", "TRL", f"{CISPO} 1.28 {TOKENS}", of_processes, cispo(0.0, 1.28)),
+    ("`cispo`", "verl slime NeMo-RL", f"{CISPO} 1.2 --pg-clip-eps-low 0.2 {TOKENS}", of_tokens, cispo(0.8, 1.2)),
+    ("`sapo`", "verl TRL", "--pg-objective sapo", of_rows, sapo),
+    ("`dppo_tv`", "verl", f"{dppo_flags('tv', 0.05)} --pg-dual-clip 1.3 {TOKENS}", of_tokens, dppo("tv", 0.05, 1.3)),
+    ("`dppo_kl`", "verl", f"{dppo_flags('kl', 0.02)} --pg-dual-clip 1.3 {TOKENS}", of_tokens, dppo("kl", 0.02, 1.3)),
+    ("`dro`", "verl", f"--pg-objective dro --pg-dro-beta 0.3 {TOKENS}", of_tokens, dro(0.3)),
+    ("`topr`", "the paper", f"--pg-objective topr {CONSTANT} 1", whole, topr),
+    ("`topr_token`", "by token", f"--pg-objective topr_token {TOKENS}", of_tokens, topr_by_token),
+    ("`ipo`", "prime-rl", f"{IPO} {TOKENS}", of_tokens, ipo(0.02, 0.03, 0.1)),
+    ("`vespo`", "TRL", f"--pg-objective vespo {TOKENS}", of_processes, vespo),
+    ("`gmpo`", "verl", "--pg-objective gmpo --pg-gmpo-eps-low 0.1 --pg-gmpo-eps-high 0.2", whole, gmpo),
+    ("`reinforce`", "verl NeMo-RL", f"--pg-objective reinforce {TOKENS}", of_tokens, lambda b: -b.A * b.new),
+    ("`reinforce_is`", "the formula", "--pg-objective reinforce_is", of_rows, lambda b: -b.A * b.r),
+    ("`tis`", "slime miles", f"{RHO} tis", of_rollouts, lambda b: clip(b) * b.rho.clamp(0, 2)),
     (
         "`tis`",
         "TRL NeMo-RL, with a lower bound",
-        f"{RHO} tis --pg-correction-low 0.9 --pg-correction-high 1.1",
-        lambda b: of_rows(b, clip(b) * b.rho.clamp(0.9, 1.1)),
+        f"{RHO} tis {NEAR}",
+        of_rows,
+        lambda b: clip(b) * b.rho.clamp(0.9, 1.1),
     ),
-    ("`tis`", "verl", f"{RHO} tis {TOKENS}", lambda b: of_tokens(b, clip(b) * b.rho.clamp(max=2.0))),
-    (
-        "`tis`",
-        "NeMo-RL Megatron, not capped",
-        f"{RHO} tis --pg-correction-high 1e9 {TOKENS}",
-        lambda b: of_tokens(b, clip(b) * b.rho),
-    ),
-    ("`seq_tis`", "TRL verl", f"{RHO} seq_tis", lambda b: of_rows(b, clip(b) * product(b).clamp(max=2.0))),
+    ("`tis`", "verl", f"{RHO} tis {TOKENS}", of_tokens, lambda b: clip(b) * b.rho.clamp(max=2.0)),
+    ("`tis`", "NeMo-RL Megatron, not capped", f"{RHO} tis {UNCAPPED} {TOKENS}", of_tokens, lambda b: clip(b) * b.rho),
+    ("`seq_tis`", "TRL verl", f"{RHO} seq_tis", of_rows, lambda b: clip(b) * product(b).clamp(max=2.0)),
     (
         "`seq_tis`",
         "NeMo-RL gspo, not capped",
-        f"{GSPO} {RHO} seq_tis --pg-correction-high 1e9",
-        lambda b: of_rows(b, gspo(b) * product(b)),
+        f"{GSPO} {RHO} seq_tis {UNCAPPED}",
+        of_rows,
+        lambda b: gspo(b) * product(b),
     ),
-    (
-        "`icepop`",
-        "slime miles TRL NeMo-RL verl",
-        f"{RHO} icepop --pg-correction-low 0.8 --pg-correction-high 1.25",
-        lambda b: of_rows(b, clip(b) * within(b.rho, 0.8, 1.25)),
-    ),
-    ("`mis`", "TRL", f"{RHO} mis", lambda b: of_rows(b, clip(b) * within(product(b), 0.0, 3.0))),
-    (
-        "`seq_mask_tis`",
-        "NeMo-RL",
-        f"{RHO} seq_mask_tis --pg-correction-low 0.9 --pg-correction-high 1.1 {TOKENS}",
-        lambda b: of_tokens(
-            b, clip(b) * b.rho * (within(product(b) ** (1 / b.counts[:, None]), 0.9, 1.1) > 0).double()
-        ),
-    ),
-    (
-        "`opsm`",
-        "TRL",
-        f"{RHO} opsm --pg-correction-high 0.05",
-        lambda b: of_rows(b, clip(b) * stays(b, b.rollout, 0.05)),
-    ),
-    (
-        "`opsm_old`",
-        "slime miles",
-        f"{RHO} opsm_old --pg-correction-high 0.05",
-        lambda b: of_rollouts(b, clip(b) * stays(b, b.old, 0.05)),
-    ),
-    (
-        "`--pg-kl-coef`",
-        "slime miles k1 k2 k3",
-        f"{KL} k3",
-        lambda b: of_rollouts(b, clip(b)) + 0.3 * of_rollouts(b, k3(b)),
-    ),
-    ("`--pg-kl-coef`", "k1", f"{KL} k1", lambda b: of_rows(b, clip(b)) + 0.3 * of_rows(b, b.new - b.ref)),
-    (
-        "`--pg-kl-coef`",
-        "k2",
-        f"{KL} k2",
-        lambda b: of_rows(b, clip(b)) + 0.3 * of_rows(b, (b.new - b.ref).square() / 2),
-    ),
+    ("`icepop`", "slime miles TRL NeMo-RL verl", ICEPOP, of_rows, lambda b: clip(b) * within(b.rho, 0.8, 1.25)),
+    ("`mis`", "TRL", f"{RHO} mis", of_rows, lambda b: clip(b) * within(product(b), 0.0, 3.0)),
+    ("`seq_mask_tis`", "NeMo-RL", f"{RHO} seq_mask_tis {NEAR} {TOKENS}", of_tokens, masked_by_geometric_mean),
+    ("`opsm`", "TRL", OPSM, of_rows, lambda b: clip(b) * stays(b, b.rollout, 0.05)),
+    ("`opsm_old`", "slime miles", OPSM_OLD, of_rollouts, lambda b: clip(b) * stays(b, b.old, 0.05)),
+    ("`--pg-kl-coef`", "slime miles k1 k2 k3", f"{KL} k3", of_rollouts, with_kl(k3)),
+    ("`--pg-kl-coef`", "k1", f"{KL} k1", of_rows, with_kl(k1)),
+    ("`--pg-kl-coef`", "k2", f"{KL} k2", of_rows, with_kl(k2)),
     (
         "`--pg-kl-coef`",
         "slime miles --use-unbiased-kl k1",
         f"{KL} k1_weighted",
-        lambda b: of_rollouts(b, clip(b)) + 0.3 * of_rollouts(b, b.r * (b.new - b.ref)),
+        of_rollouts,
+        with_kl(lambda b: b.r * k1(b)),
     ),
     (
         "`--pg-kl-coef`",
         "slime miles --use-unbiased-kl k3, TRL use_bias_correction_kl",
         f"{KL} k3_weighted",
-        lambda b: of_rows(b, clip(b)) + 0.3 * of_rows(b, b.r * k3(b)),
+        of_rows,
+        with_kl(lambda b: b.r * k3(b)),
     ),
-    (
-        "`--pg-kl-coef`",
-        "verl TRL, weighed like the policy loss",
-        f"{KL} k3 {CONSTANT} 16 {POLICY}",
-        lambda b: sums_over(16)(b, clip(b) + 0.3 * k3(b)),
-    ),
-    ("`--pg-kl-coef`", "Megatron", f"{KL} k3 {TOKENS}", lambda b: of_tokens(b, clip(b) + 0.3 * k3(b))),
-    (
-        "`--pg-entropy-coef`",
-        "slime miles",
-        "--pg-entropy-coef 0.3",
-        lambda b: of_rollouts(b, clip(b)) - 0.3 * of_rollouts(b, b.entropy),
-    ),
-    (
-        "`--pg-entropy-coef`",
-        "verl",
-        f"--pg-entropy-coef 0.3 {CONSTANT} 16 {POLICY}",
-        lambda b: sums_over(16)(b, clip(b) - 0.3 * b.entropy),
-    ),
-    (
-        "`--pg-entropy-coef`",
-        "TRL, where loss_type is dapo",
-        f"--pg-entropy-coef 0.3 {TOKENS}",
-        lambda b: of_processes(b, clip(b) - 0.3 * b.entropy),
-    ),
+    ("`--pg-kl-coef`", "verl TRL, weighed like the policy loss", f"{KL} k3 {SIXTEEN}", sums_over(16), with_kl(k3)),
+    ("`--pg-kl-coef`", "Megatron", f"{KL} k3 {TOKENS}", of_tokens, with_kl(k3)),
+    ("`--pg-entropy-coef`", "slime miles", ENTROPY, of_rollouts, with_bonus),
+    ("`--pg-entropy-coef`", "verl", f"{ENTROPY} {SIXTEEN}", sums_over(16), with_bonus),
+    ("`--pg-entropy-coef`", "TRL, where loss_type is dapo", f"{ENTROPY} {TOKENS}", of_processes, with_bonus),
 ]
 
 
-@pytest.mark.parametrize(("flags", "formula"), [row[2:] for row in SAME], ids=[f"{row} {who}" for row, who, *_ in SAME])
-def test_what_is_called_the_same_has_the_same_loss_and_gradient(flags, formula):
+@pytest.mark.parametrize(
+    ("flags", "mean", "loss"), [row[2:] for row in SAME], ids=[f"{row} {who}" for row, who, *_ in SAME]
+)
+def test_what_is_called_the_same_has_the_same_loss_and_gradient(flags, mean, loss):
     for batch in (random_batch(), random_batch(40)):
-        assert max(apart(batch, flags, formula)) < LIMIT
+        assert is_same(batch, flags, mean, loss)
 
 
 def test_the_rows_are_told_apart():
     """A clip or factor that acted on no token of the batch would make a row equal to one without it."""
     batch, losses = random_batch(), {}
-    for _, who, flags, formula in SAME:
-        losses.setdefault(f"{float(formula(batch).detach()):.12g}", set()).add(flags if "gspo" not in flags else who)
+    for _, who, flags, mean, loss in SAME:
+        value = float(mean(batch, loss(batch)).detach())
+        losses.setdefault(f"{value:.12g}", set()).add(flags if "gspo" not in flags else who)
     assert {frozenset(found) for found in losses.values() if len(found) > 1} == {
         frozenset({TOKENS, "--calculate-per-token-loss"}),
         frozenset({"slime miles TRL NeMo-RL", "verl TRL", "is gspo here"}),
@@ -596,65 +560,71 @@ def stated(*figures: float, digits: int) -> bool:
     return any(all(re.search(rf"(?<![\d.−]){word}(?!\d|\.\d)", each) for word in words) for each in bullets)
 
 
-def differs(batch: Batch, flags: str, formula) -> bool:
-    return apart(batch, flags, formula)[1] > 0.01
+MICRO_BATCHES = [0, 1], [2, 3, 4, 5]
+
+
+def token_means_of_microbatches(b: Batch, x: Tensor) -> Tensor:
+    return sum(b.sum_rows(x)[rows].sum() / b.counts[rows].sum() for rows in MICRO_BATCHES) / 2
+
+
+def of_padded_widths(b: Batch, x: Tensor) -> Tensor:
+    """Of micro-batches of three rows."""
+    return (b.sum_rows(x) / torch.tensor([7.0, 7, 7, 5, 5, 5]).double()).sum() / 6
+
+
+# (what another framework does under our name, our flags, its mean over the step, its loss of a token)
+DIFFERENT = [
+    ("TRL's bnpo and train_rl.py with unequal micro-batches", TOKENS, token_means_of_microbatches, clip),
+    ("TRL's grpo with unequal micro-batches", "", of_microbatches(*MICRO_BATCHES), clip),
+    ("verl's sum norm with several padded widths", f"{CONSTANT} 7", of_padded_widths, clip),
+    ("verl's gspo has one aggregation", f"{GSPO} {TOKENS}", of_rows, gspo_by_token),
+    ("verl's sapo has one aggregation", f"--pg-objective sapo {TOKENS}", of_rows, sapo),
+    ("verl's gspo with a token-level correction", f"{GSPO} {RHO} tis", of_rows, truncated_gspo_by_token),
+    ("verl's k3+ off policy", f"{KL} k3_weighted", of_rows, with_kl(straight_through)),
+    ("TRL's bias correction", f"{GSPO} {KL} k3_weighted", of_rows, lambda b: gspo(b) + 0.3 * sequence_ratio(b) * k3(b)),
+    ("train_rl.py's entropy", f"{ENTROPY} {TOKENS}", of_tokens, lambda b: clip(b) + 0.3 * b.new.exp() * b.new),
+]
+
+
+@pytest.mark.parametrize(("flags", "mean", "loss"), [row[1:] for row in DIFFERENT], ids=[row[0] for row in DIFFERENT])
+def test_what_is_called_the_same_and_is_not(flags, mean, loss):
+    assert differs(random_batch(), flags, mean, loss)
 
 
 def test_rows_and_rollouts():
     batch = shared_rollouts()
-    assert max(apart(batch, "", lambda b: of_rollouts(b, clip(b)))) < LIMIT
-    assert differs(batch, "", lambda b: of_rows(b, clip(b)))
-
-
-def test_means_of_microbatches():
-    """TRL's bnpo and grpo with unequal micro-batches; train_rl.py without the per-token flag."""
-    first, second = [0, 1], [2, 3, 4, 5]
-    means = lambda b: sum(b.sum_rows(clip(b))[rows].sum() / b.counts[rows].sum() for rows in (first, second)) / 2  # noqa: E731
-    assert differs(random_batch(), TOKENS, means)
-    assert differs(random_batch(), "", lambda b: of_microbatches(first, second)(b, clip(b)))
+    assert is_same(batch, "", of_rollouts, clip)
+    assert differs(batch, "", of_rows, clip)
 
 
 def test_trl_dapo_divides_by_the_generation_batch():
+    """Here as many tokens are in the next step."""
     batch = random_batch()
-    twice = lambda b: b.sum_rows(clip(b)).sum() / (2 * b.counts.sum())  # as many tokens in the next step  # noqa: E731
-    (_, gradient), (_, half) = ours(batch, TOKENS), theirs(batch, twice)
+    (_, gradient), (_, half) = ours(batch, TOKENS), theirs(batch, lambda b, x: of_tokens(b, x) / 2, clip)
     assert torch.allclose(gradient, 2 * half, rtol=LIMIT, atol=0)
 
 
 def test_verl_sum_norm_divides_by_the_padded_width():
-    width = max(LENGTHS)
-    assert max(apart(random_batch(), f"{CONSTANT} {width}", lambda b: sums_over(width)(b, clip(b)))) < LIMIT
-    widths = torch.tensor([7.0, 7, 7, 5, 5, 5]).double()  # micro-batches of three rows
-    assert differs(random_batch(), f"{CONSTANT} 7", lambda b: (b.sum_rows(clip(b)) / widths).sum() / 6)
+    assert is_same(random_batch(), f"{CONSTANT} {max(LENGTHS)}", sums_over(max(LENGTHS)), clip)
 
 
 def test_verl_drops_fully_masked_rows_where_no_batch_size_is_given():
     batch = random_batch()
     batch.mask[1] = 0
-    live = lambda b: (b.sum_rows(clip(b)) / b.counts.clamp(min=1)).sum() / 5  # noqa: E731
-    assert max(apart(batch, "--pg-denominator live", live)) < LIMIT
-    assert apart(batch, "", live)[1] == pytest.approx(1 / 6)
+    live = lambda b, x: (b.sum_rows(x) / b.counts.clamp(min=1)).sum() / 5  # noqa: E731
+    assert is_same(batch, "--pg-denominator live", live, clip)
+    assert apart(batch, "", live, clip)[1] == pytest.approx(1 / 6)
 
 
-@pytest.mark.parametrize("objective", ["gspo", "sapo"])
-def test_verl_gspo_and_sapo_have_one_aggregation(objective):
-    formula = {"gspo": gspo_by_token, "sapo": sapo}[objective]
-    always = lambda b: of_rows(b, formula(b))  # noqa: E731
-    assert max(apart(random_batch(), f"--pg-objective {objective}", always)) < LIMIT
-    assert differs(random_batch(), f"--pg-objective {objective} {TOKENS}", always)
+def test_verl_gspo_with_a_token_level_correction_has_the_value_of_gspo():
+    assert apart(random_batch(), f"{GSPO} {RHO} tis", of_rows, truncated_gspo_by_token)[0] < LIMIT
 
 
-def test_verl_gspo_with_a_token_level_correction_is_gspo_token():
-    found = apart(random_batch(), f"{GSPO} {RHO} tis", lambda b: of_rows(b, b.rho.clamp(max=2) * gspo_by_token(b)))
-    assert found[0] < LIMIT
-    assert found[1] > 0.01
-
-
-NEMO = {"k1": lambda b: b.new - b.ref, "k2": lambda b: (b.new - b.ref).square() / 2, "k3": k3}
+NEMO = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def nemo_kl(kind: str, weight=once):
-    return lambda b: of_tokens(b, clip(b)) + 0.3 * of_tokens(b, (weight(b) * NEMO[kind](b)).clamp(-10, 10))
+    return with_kl(lambda b: (weight(b) * NEMO[kind](b)).clamp(-10, 10))
 
 
 @pytest.mark.parametrize("kind", NEMO)
@@ -662,7 +632,8 @@ def test_nemo_weighs_its_kl_once(kind):
     estimators = ("k1", "k2", "k3", "k1_weighted", "k3_weighted")
     equal = [f"{kind}_weighted"] if kind != "k2" else []
     on, off = (
-        {e: apart(b, f"{KL} {e} {TOKENS}", nemo_kl(kind)) for e in estimators} for b in (on_policy(), random_batch())
+        {e: apart(b, f"{KL} {e} {TOKENS}", of_tokens, nemo_kl(kind)) for e in estimators}
+        for b in (on_policy(), random_batch())
     )
     assert [e for e in estimators if max(on[e]) < LIMIT] == equal
     assert all(off[e][0] > 0.01 or off[e][1] > 0.01 for e in estimators)
@@ -671,45 +642,34 @@ def test_nemo_weighs_its_kl_once(kind):
         batch = random_batch()
         batch = dataclasses.replace(batch, old=batch.rollout)
         approximation = nemo_kl(kind, lambda b: (b.new - b.rollout).exp())
-        assert max(apart(batch, f"{KL} {equal[0]} {TOKENS}", approximation)) < LIMIT
+        assert is_same(batch, f"{KL} {equal[0]} {TOKENS}", of_tokens, approximation)
 
 
 def test_nemo_k3_has_the_value_of_k3_and_another_gradient():
     batch = one_token(new=-1.0, ref=-1.5)
-    flags = "--pg-kl-coef 1 --pg-kl-estimator"
-    nemo = theirs(batch, lambda b: (once(b) * k3(b)).sum())
-    assert float(nemo[0]) == pytest.approx(float(ours(batch, f"{flags} k3")[0]), rel=1e-12)
-    assert stated(slope(ours(batch, f"{flags} k3"), batch), slope(nemo, batch), digits=2)
+    nemo, k3_here = theirs(batch, whole, lambda b: once(b) * k3(b)), ours(batch, "--pg-kl-coef 1 --pg-kl-estimator k3")
+    assert float(nemo[0]) == pytest.approx(float(k3_here[0]), rel=1e-12)
+    assert stated(slope(k3_here, batch), slope(nemo, batch), digits=2)
 
 
 def test_low_var_kl_is_clamped():
     batch = one_token(new=-4.0, ref=-1.0)
-    plain, clamped = (
-        ours(batch, "--pg-kl-coef 1 --pg-kl-estimator k3"),
-        theirs(batch, lambda b: k3(b).clamp(-10, 10).sum()),
-    )
+    plain = ours(batch, "--pg-kl-coef 1 --pg-kl-estimator k3")
+    clamped = theirs(batch, whole, lambda b: k3(b).clamp(-10, 10))
     assert stated(float(plain[0]), slope(plain, batch), digits=2)
     assert (float(clamped[0]), slope(clamped, batch)) == (10, 0)
 
 
-def test_verl_k3_plus_is_k3_weighted_on_policy():
-    """And has the gradient of k2 on any samples."""
-    formula = lambda b: of_rows(b, clip(b)) + 0.3 * of_rows(b, straight_through(b))  # noqa: E731
-    assert max(apart(on_policy(), f"{KL} k3_weighted", formula)) < LIMIT
-    assert differs(random_batch(), f"{KL} k3_weighted", formula)
-    assert apart(random_batch(), f"{KL} k2", formula)[1] < LIMIT
-
-
-def test_trl_bias_correction_follows_the_level():
-    formula = lambda b: of_rows(b, gspo(b) + 0.3 * sequence_ratio(b) * k3(b))  # noqa: E731
-    assert differs(random_batch(), f"{GSPO} {KL} k3_weighted", formula)
+def test_verl_k3_plus_is_k3_weighted_on_policy_and_has_the_gradient_of_k2_on_any_samples():
+    assert is_same(on_policy(), f"{KL} k3_weighted", of_rows, with_kl(straight_through))
+    assert apart(random_batch(), f"{KL} k2", of_rows, with_kl(straight_through))[1] < LIMIT
 
 
 def test_verl_dppo_caps_the_weight():
     batch = one_token(new=-4.7, old=-6.7, A=-1.0)
-    flags = "--pg-objective dppo_tv --pg-dppo-delta-low 0.2 --pg-dppo-delta-high 0.2"
+    flags = dppo_flags("tv", 0.2)
     plain, capped = (float(ours(batch, flags + more)[0]) for more in ("", " --pg-dual-clip 3"))
-    assert float(theirs(batch, lambda b: dppo("tv", 0.2, 0.2, 3.0)(b).sum())[0]) == pytest.approx(capped, rel=1e-12)
+    assert float(theirs(batch, whole, dppo("tv", 0.2, 3.0))[0]) == pytest.approx(capped, rel=1e-12)
     assert stated(capped, plain, digits=1)
     up = one_token(new=-4.7, old=-6.7, A=1.0)  # the cap asks for no sign
     assert float(ours(up, flags + " --pg-dual-clip 3")[0]) == pytest.approx(-capped, rel=1e-12)
@@ -717,17 +677,14 @@ def test_verl_dppo_caps_the_weight():
 
 def test_cispo_has_a_lower_bound_elsewhere():
     batch = one_token(new=-2.0, old=-2.0 + torch.tensor(2.0).log().item(), A=1.0)
-    here, there = (
-        ours(batch, "--pg-objective cispo --pg-cispo-cap 1.2"),
-        theirs(batch, lambda b: cispo(0.8, 1.2)(b).sum()),
-    )
+    here, there = ours(batch, f"{CISPO} 1.2"), theirs(batch, whole, cispo(0.8, 1.2))
     assert stated(-slope(there, batch), -slope(here, batch), digits=1)
 
 
 def test_the_upper_clip_follows_the_lower_elsewhere():
     batch = one_token(new=-2.0, old=-2.0 - torch.tensor(1.15).log().item(), A=1.0)
     assert slope(ours(batch, "--pg-clip-eps-low 0.1"), batch) == pytest.approx(-1.15)
-    assert slope(theirs(batch, lambda b: clip(b, 0.1, 0.1).sum()), batch) == 0
+    assert slope(theirs(batch, whole, lambda b: clip(b, 0.1, 0.1)), batch) == 0
 
 
 def test_trl_entropy_is_a_mean_of_tokens():
@@ -743,20 +700,19 @@ def test_trl_entropy_is_a_mean_of_tokens():
         logits=logits.requires_grad_(), tokens=torch.zeros(2, 6, dtype=torch.int64), mask=mask, **names, **ids
     )
     here = float(ours(batch, "--pg-entropy-coef 1")[0])
-    there = float(theirs(batch, lambda b: of_rows(b, clip(b)) - of_tokens(b, b.entropy))[0])
+    formula = lambda b: of_rows(b, clip(b)) - of_tokens(b, b.entropy)  # noqa: E731
+    there = float(theirs(batch, whole, formula)[0])
     assert stated(there, here, digits=3)
-    assert differs(random_batch(), "--pg-entropy-coef 1", lambda b: of_rows(b, clip(b)) - of_tokens(b, b.entropy))
+    assert differs(random_batch(), "--pg-entropy-coef 1", whole, formula)
 
 
-def test_the_sampled_entropy_of_train_rl_is_not_entropy():
-    formula = lambda b: of_tokens(b, clip(b) + 0.3 * b.new.exp() * b.new)  # noqa: E731
-    assert differs(random_batch(), f"--pg-entropy-coef 0.3 {TOKENS}", formula)
+def test_the_sampled_entropy_of_train_rl_lowers_the_entropy():
     logits = torch.zeros(1000, dtype=torch.float64)
     logits[0] = 4.0
     p = logits.softmax(0)
     exact = -p * (p.log() - (p * p.log()).sum())
     sampled = sum(p[y] * -p[y] * (1 + p[y].log()) * (torch.eye(1000)[y] - p) for y in range(1000))  # E of the gradient
-    assert torch.cosine_similarity(exact, sampled, dim=0) < -0.99  # the page: it lowers the entropy
+    assert torch.cosine_similarity(exact, sampled, dim=0) < -0.99
 
 
 # --- verl's rejections leave its denominators ---
@@ -767,14 +723,13 @@ def kept_by_verl(b: Batch, upper: float = 1.25) -> Tensor:
     return b.mask * ((1 / b.rho <= upper) & (1 / b.rho >= 1 / upper))
 
 
-REJECTED = (
-    f"{RHO} token_k1 --pg-correction-low {-torch.tensor(1.25).double().log().item()} --pg-correction-high "
-    + str(torch.tensor(1.25).double().log().item())
-)
+BOUND = torch.tensor(1.25).double().log().item()
+REJECTED = f"{RHO} token_k1 --pg-correction-low {-BOUND} --pg-correction-high {BOUND}"
 
 
-def narrowed(b: Batch) -> Batch:
-    return dataclasses.replace(b, mask=kept_by_verl(b))
+def of_kept(mean, keep=kept_by_verl):
+    """A mean over the tokens that are kept alone."""
+    return lambda b, x: mean(dataclasses.replace(b, mask=keep(b)), x)
 
 
 def seq_mean(b: Batch, x: Tensor) -> Tensor:
@@ -783,43 +738,40 @@ def seq_mean(b: Batch, x: Tensor) -> Tensor:
 
 
 def test_verl_token_mean_counts_the_kept_tokens():
-    formula = lambda b: of_tokens(narrowed(b), clip(b))  # noqa: E731
-    assert max(apart(random_batch(), f"{REJECTED} {TOKENS} --pg-denominator kept", formula)) < LIMIT
-    assert differs(random_batch(), f"{REJECTED} {TOKENS}", formula)
+    assert is_same(random_batch(), f"{REJECTED} {TOKENS} --pg-denominator kept", of_kept(of_tokens), clip)
+    assert differs(random_batch(), f"{REJECTED} {TOKENS}", of_kept(of_tokens), clip)
 
 
 def test_verl_means_of_rows_under_a_rejection_of_tokens():
-    formula = lambda b: seq_mean(narrowed(b), clip(b))  # noqa: E731
-    batch = random_batch()
+    batch, mean = random_batch(), of_kept(seq_mean)
     every = dataclasses.replace(batch, rollout=torch.where(torch.arange(7) == 0, batch.old - 0.01, batch.rollout))
     batch.rollout[0] = batch.old[0] - 0.5
     assert (kept_by_verl(batch).sum(1) > 0).tolist() == [False] + [True] * 5
-    assert all(differs(batch, f"{REJECTED} --pg-denominator {d}", formula) for d in ("scheduled", "live", "kept"))
-    assert max(apart(every, f"{REJECTED} --pg-denominator kept", formula)) < LIMIT  # every row keeps a token
+    assert all(differs(batch, f"{REJECTED} --pg-denominator {d}", mean, clip) for d in ("scheduled", "live", "kept"))
+    assert is_same(every, f"{REJECTED} --pg-denominator kept", mean, clip)  # every row keeps a token
 
 
-def test_verl_rejections_that_are_scheduled():
-    """Whole sequences under seq-mean-token-mean, and anything under seq-mean-token-sum-norm."""
-    assert (
-        max(apart(random_batch(), f"{REJECTED} {CONSTANT} 16", lambda b: sums_over(16)(narrowed(b), clip(b)))) < LIMIT
-    )
-    for kind, divergence in (
-        ("k2", lambda b: (b.old - b.rollout).square() / 2),
-        ("k3", lambda b: b.rho - 1 - b.rho.log()),
-    ):
-        for level, total in (("mean", lambda b, x: b.sum_rows(x) / b.counts), ("sum", Batch.sum_rows)):
-            whole = lambda b, d=divergence, t=total: (t(b, d(b)) <= 0.08)[:, None].double()  # noqa: E731
-            formula = lambda b, w=whole: seq_mean(dataclasses.replace(b, mask=b.mask * w(b)), clip(b))  # noqa: E731
-            assert max(apart(random_batch(), f"{RHO} seq_{level}_{kind} --pg-correction-high 0.08", formula)) < LIMIT
-            by_tokens = lambda b, w=whole: of_tokens(dataclasses.replace(b, mask=b.mask * w(b)), clip(b))  # noqa: E731
-            flags = f"{RHO} seq_{level}_{kind} --pg-correction-high 0.08 {TOKENS} --pg-denominator kept"
-            assert max(apart(random_batch(), flags, by_tokens)) < LIMIT
+def test_verl_rejections_under_a_sum_norm_are_scheduled():
+    assert is_same(random_batch(), f"{REJECTED} {CONSTANT} 16", of_kept(sums_over(16)), clip)
 
 
-def test_verl_rejections_reach_kl_and_entropy():
-    formula = lambda b: of_tokens(narrowed(b), clip(b) + 0.3 * k3(b) - 0.3 * b.entropy)  # noqa: E731
-    flags = f"{REJECTED} {TOKENS} --pg-denominator kept {KL} k3 --pg-entropy-coef 0.3"
-    assert all(differs(random_batch(), f"{flags} {more}", formula) for more in ("", POLICY))
+@pytest.mark.parametrize("level", ["mean", "sum"])
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+def test_verl_rejections_of_whole_sequences_are_scheduled_under_a_mean_of_rows(level, kind):
+    def kept(b: Batch) -> Tensor:
+        divergence = (b.old - b.rollout).square() / 2 if kind == "k2" else b.rho - 1 - b.rho.log()
+        of_row = b.sum_rows(divergence) / (b.counts if level == "mean" else 1)
+        return b.mask * (of_row <= 0.08)[:, None]
+
+    flags = f"{RHO} seq_{level}_{kind} --pg-correction-high 0.08"
+    assert is_same(random_batch(), flags, of_kept(seq_mean, kept), clip)
+    assert is_same(random_batch(), f"{flags} {TOKENS} --pg-denominator kept", of_kept(of_tokens, kept), clip)
+
+
+@pytest.mark.parametrize("aggregation", ["", POLICY])
+def test_verl_rejections_reach_kl_and_entropy(aggregation):
+    flags = f"{REJECTED} {TOKENS} --pg-denominator kept {KL} k3 {ENTROPY} {aggregation}"
+    assert differs(random_batch(), flags, of_kept(of_tokens), lambda b: with_bonus(b) + 0.3 * k3(b))
 
 
 # --- the second table of docs/metrics.md ---

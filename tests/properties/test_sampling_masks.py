@@ -23,51 +23,32 @@ LAYOUTS = [
 BOUND = 2e-12
 
 
-def worst(layout: Layout, count: int) -> float:
-    rng = random.Random(f"{layout}")
-    cases = [random_masked_case(rng, OBJECTIVES[number % len(OBJECTIVES)]) for number in range(count)]
-    return worst_of(cases, layout, rng, BOUND)
+IN_THE_HEAD = [(layout, "through_the_fused_head") for layout in (LAYOUTS[0], LAYOUTS[3], LAYOUTS[5], LAYOUTS[7])]
+
+
+@pytest.fixture(params=[*((layout, None) for layout in LAYOUTS), *IN_THE_HEAD], ids=str)
+def layout(request):
+    """By stored logits, and in some layouts by the fused head."""
+    layout, head = request.param
+    if head:
+        request.getfixturevalue(head)
+    return layout
 
 
 @pytest.mark.proof(
     "sampling masks: losses, terms and gradients within 2e-12 in every layout, by stored logits and the fused head"
 )
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_loss_and_gradient_are_those_of_logits_that_are_minus_infinity_outside(layout, full, evidence):
-    count = 140 if full else 7
-    evidence(cases=count, worst=worst(layout, count), tolerance=BOUND)
-
-
-@pytest.mark.proof(
-    "sampling masks: losses, terms and gradients within 2e-12 in every layout, by stored logits and the fused head"
-)
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3], LAYOUTS[5], LAYOUTS[7]], ids=str)
-@pytest.mark.usefixtures("through_the_fused_head")
-def test_the_fused_head_too(layout, full, evidence):
-    count = 140 if full else 7
-    evidence(cases=count, worst=worst(layout, count), tolerance=BOUND)
-
-
-def worst_of_terms(layout: Layout, count: int) -> float:
-    rng = random.Random(f"loss terms {layout}")
-    return worst_of([term_cases.random_masked_case(rng) for _ in range(count)], layout, rng, BOUND)
+    rng, count = random.Random(f"{layout}"), 140 if full else 7
+    cases = [random_masked_case(rng, OBJECTIVES[number % len(OBJECTIVES)]) for number in range(count)]
+    evidence(cases=count, worst=worst_of(cases, layout, rng, BOUND), tolerance=BOUND)
 
 
 @pytest.mark.proof(
     "sampling masks: KL and entropy terms on any tokens, without the objective too, equal loops in every layout"
 )
 @pytest.mark.usefixtures("rank_zero")
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_terms_read_the_sampling_mask_at_any_token(layout, full, evidence):
-    count = 100 if full else 10
-    evidence(cases=count, worst=worst_of_terms(layout, count), tolerance=BOUND)
-
-
-@pytest.mark.proof(
-    "sampling masks: KL and entropy terms on any tokens, without the objective too, equal loops in every layout"
-)
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3], LAYOUTS[5], LAYOUTS[7]], ids=str)
-@pytest.mark.usefixtures("rank_zero", "through_the_fused_head")
-def test_terms_read_the_sampling_mask_at_any_token_in_the_fused_head(layout, full, evidence):
-    count = 100 if full else 10
-    evidence(cases=count, worst=worst_of_terms(layout, count), tolerance=BOUND)
+    rng, count = random.Random(f"loss terms {layout}"), 100 if full else 10
+    cases = [term_cases.random_masked_case(rng) for _ in range(count)]
+    evidence(cases=count, worst=worst_of(cases, layout, rng, BOUND), tolerance=BOUND)

@@ -153,59 +153,6 @@ def test_the_chosen_tokens_are_the_same_in_every_cut(name, full, evidence):
     evidence(cases=len(RANKS) * number * 5)
 
 
-@pytest.mark.proof("Corrections of the whole step, one step in random cuts over 3 ranks: one set, bit for bit")
-@pytest.mark.parametrize(
-    "rule",
-    [
-        Rule("m2po", high=1 / 64),
-        Rule("clip_cov", 0.0, 1.5, "0.1", 7),
-        Rule("kl_cov", fraction="0.1"),
-        Rule("top_entropy", fraction="0.2"),
-    ],
-    ids=lambda rule: rule.name,
-)
-def test_one_step_has_one_set(rule, full, evidence):
-    name, number = rule.name, 500 if full else 25
-    rng = random.Random(name)
-    samples = [s for _ in range(6) for s in with_keys(random_step(rng, vocabulary=3), rng)[0]][:40]
-    loss = with_rule(simulation.settings("token_mean", per_token=True), rule)
-    step = Selection(samples, loss, selection_oracle.select(rows_of(samples), rule))
-    assert 0 < sum(int(each.sum()) for each in step.wanted) < sum(s.num_trained for s in samples)
-    cuts = [random_cut(rng, len(samples), 3) for _ in range(number)]
-
-    def on_rank(rank: int) -> list:
-        group = threads.subgroup(lambda r: 0, 3, rank)
-        return [chosen_in(cut, step, rank, group) for cut in cuts]
-
-    for of_ranks in zip(*threads.run(3, on_rank), strict=True):
-        check_choice(name, step, list(of_ranks))
-    evidence(cases=number)
-
-
-NOTHING = {
-    "m2po": Rule("m2po", high=100.0),
-    "clip_cov": Rule("clip_cov", 1e6, 1e7, "0.5"),
-    "kl_cov": Rule("kl_cov", fraction="1e-06"),
-}
-
-
-@pytest.mark.parametrize("name", NOTHING)
-@pytest.mark.parametrize("layout", LAYOUTS[2:4], ids=str)
-def test_a_choice_of_nothing_changes_no_bit(name, layout):
-    rng = random.Random(f"{name} {layout}")
-    made = random_objective_case(rng, "reinforce_is")
-    asked = dataclasses.replace(made.asked, correction="none", denominator="scheduled")
-    samples = with_keys(made.samples, random.Random(1))[0][: len(made.samples)]
-    plain = step_cases.settings_of(asked)
-    cells = simulation.scatter_samples(samples, layout, rng)
-    steps = [simulation.Step(samples, made.logits, loss, cells) for loss in (plain, with_rule(plain, NOTHING[name]))]
-    before, after = simulation.run_steps(steps, layout)
-    assert after.metrics["selected_fraction"] == 0.0
-    assert "selection_threshold" not in after.metrics
-    assert after.metrics["pg_loss"] == before.metrics["pg_loss"]
-    assert all(torch.equal(a, b) for a, b in zip(before.gradients, after.gradients, strict=True))
-
-
 def test_a_step_without_a_token_of_the_objective_trains_its_other_terms():
     """Nothing is there to be chosen, and the supervised tokens are trained as without the correction."""
     rng, layout = random.Random(5), Layout(data=2, microbatches=2)
@@ -240,7 +187,3 @@ def test_the_penalised_tokens_of_one_micro_batch_are_those_of_verl():
     loss = with_rule(simulation.settings("token_mean", per_token=True), Rule("kl_cov", fraction="0.1"))
     (factors,) = PlannedStep.of(lambda: [pack(samples, qkv_format="thd")], loss, group=None).factors
     assert set(factors.penalised[masks].nonzero().flatten().tolist()) == theirs
-
-
-def test_every_correction_of_the_whole_step_is_here():
-    assert set(SELECTIONS) == {"m2po", "clip_cov", "kl_cov", "top_entropy"}

@@ -28,22 +28,6 @@ def formats(length: int):
     return [("thd", None), ("bshd", length), ("bshd", length + 13)]
 
 
-def test_rank_r_holds_chunks_r_and_2c_minus_1_minus_r():
-    assert zigzag_index([8], cp_rank=0, cp_size=2).tolist() == [0, 1, 6, 7]
-    assert zigzag_index([8], cp_rank=1, cp_size=2).tolist() == [2, 3, 4, 5]
-
-
-def test_a_packed_row_is_cut_document_by_document():
-    assert zigzag_index([4, 8], cp_rank=0, cp_size=2).tolist() == [0, 3, 4, 5, 10, 11]
-
-
-@pytest.mark.parametrize("cp_size", SIZES)
-def test_the_ranks_tile_a_packed_row(cp_size):
-    lengths = [padded_length(n, cp_size) for n in (1, 3, 16, 17, 100)]
-    held = torch.cat([zigzag_index(lengths, cp_rank=r, cp_size=cp_size) for r in range(cp_size)])
-    assert sorted(held.tolist()) == list(range(sum(lengths)))
-
-
 @pytest.mark.parametrize("cp_size", SIZES)
 def test_the_ranks_tile_the_response_of_every_short_sample_exactly_once(cp_size):
     for total in range(2, 40):
@@ -69,9 +53,8 @@ def test_response_values_are_the_slice_of_the_whole_sequence(cp_size):
             for rank in range(cp_size):
                 where = {"cp_rank": rank, "cp_size": cp_size}
                 local = slice_with_cp(coded, -1, qkv_format, width, **where)
-                assert (
-                    local[local >= 0].tolist() == response_index(total, response, qkv_format, width, **where).tolist()
-                )
+                index = response_index(total, response, qkv_format, width, **where)
+                assert local[local >= 0].tolist() == index.tolist()
 
 
 def zigzag_table(lengths: list[int], cp_size: int) -> list[list[int]]:
@@ -142,52 +125,39 @@ def test_bshd_is_cut_by_the_padded_width_not_by_the_sample():
 def test_slice_pads_with_a_value_or_a_function():
     tokens = torch.tensor([1, 2, 3])
     assert slice_with_cp(tokens, 9, cp_rank=0, cp_size=2).tolist() == [1, 9]
-    assert slice_with_cp(tokens, lambda x, n: torch.cat([x, torch.full((n,), 7)]), cp_rank=0, cp_size=2).tolist() == [
-        1,
-        7,
-    ]
+    seven = lambda x, n: torch.cat([x, torch.full((n,), 7)])  # noqa: E731
+    assert slice_with_cp(tokens, seven, cp_rank=0, cp_size=2).tolist() == [1, 7]
     assert slice_with_cp(tokens, 9, "bshd", 5, cp_rank=0, cp_size=1).tolist() == [1, 2, 3, 9, 9]
     assert slice_with_cp(tokens, 9, cp_rank=0, cp_size=1).tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize(
-    "normalizer",
+    ("normalizer", "divisors"),  # by hand: trained tokens, a fully masked sample by 1
     [
-        {},
-        {"calculate_per_token_loss": True},
-        {"sample_denoms": [4.0, 8.0, 2.0]},
-        {"denominators": [4.0, 8.0, 2.0]},
-        {"constant_divisor": 16.0},
+        ({}, [3, 1, 11]),
+        ({"calculate_per_token_loss": True}, [1, 1, 1]),
+        ({"sample_denoms": [4.0, 8.0, 2.0]}, [4, 8, 2]),
+        ({"denominators": [4.0, 8.0, 2.0]}, [4, 8, 2]),
+        ({"constant_divisor": 16.0}, [16, 16, 16]),
     ],
 )
 @pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
-def test_the_scalars_of_the_ranks_add_up_to_that_of_one_rank(normalizer, cp_size, qkv_format):
+def test_the_scalars_of_the_ranks_add_up_to_that_of_one_rank(normalizer, divisors, cp_size, qkv_format):
     totals, responses = [9, 3, 30], [4, 2, 17]
     masks = [torch.tensor([1, 0, 1, 1]), torch.tensor([0, 0]), (torch.arange(17) % 3 != 0).int()]
     values = [torch.randint(-8, 8, (n,)).double() for n in responses]
-    divide = {0: 3, 1: 1, 2: int(masks[2].sum())}  # by hand: trained tokens, a fully masked sample by 1
-    expected = 0.0
-    for i, (x, m) in enumerate(zip(values, masks, strict=True)):
-        if listed := normalizer.get("sample_denoms", normalizer.get("denominators")):
-            d = listed[i]
-        elif "constant_divisor" in normalizer:
-            d = 16.0
-        else:
-            d = 1 if normalizer else divide[i]
-        expected += sum(float(a) for a, b in zip(x, m, strict=True) if b) / d
+    expected = sum(
+        float(a) / d for x, m, d in zip(values, masks, divisors, strict=True) for a, b in zip(x, m, strict=True) if b
+    )
     layout = {"qkv_format": qkv_format, "max_seq_lens": [32] * 3 if qkv_format == "bshd" else None}
     total = 0.0
     for rank in range(cp_size):
         where = {"cp_rank": rank, "cp_size": cp_size}
         reduce = get_sum_of_sample_mean(totals, responses, masks, **normalizer, **layout, **where)
-        local = torch.cat(
-            [
-                x[response_index(t, r, qkv_format, 32 if qkv_format == "bshd" else None, **where)]
-                for x, t, r in zip(values, totals, responses, strict=True)
-            ]
-        )
-        total += float(reduce(local))
+        width = 32 if qkv_format == "bshd" else None
+        rows = zip(values, totals, responses, strict=True)
+        total += float(reduce(torch.cat([x[response_index(t, r, qkv_format, width, **where)] for x, t, r in rows])))
     assert total == pytest.approx(expected, rel=1e-14)
 
 
@@ -197,25 +167,6 @@ def test_nan_in_a_masked_slot_reaches_neither_value_nor_gradient():
     value.backward()
     assert value.item() == 1.5
     assert x.grad.tolist() == [0.5, 0.0, 0.5]
-
-
-def test_the_gather_is_the_inverse_of_the_slice_and_its_backward_the_adjoint():
-    total, response, size = 23, 15, 4
-
-    def work(rank: int):
-        group = threads.subgroup(lambda r: 0, size, rank)
-        where = {"cp_rank": rank, "cp_size": size}
-        index = response_index(total, response, **where)
-        local = (torch.arange(response).double() + 1)[index].requires_grad_()
-        whole = all_gather_with_cp(local, total, response, group=group, **where)
-        mine = torch.zeros(response, dtype=torch.float64)
-        mine[index] = 1.0
-        (whole * mine * 3.0).sum().backward()  # each rank sums its own tokens only
-        return whole.detach(), local.grad
-
-    for whole, grad in threads.run(size, work):
-        assert whole.tolist() == list(range(1, response + 1))
-        assert set(grad.tolist()) <= {3.0}
 
 
 @pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
@@ -257,6 +208,11 @@ def test_defaults_come_from_megatron_when_it_is_initialised_and_from_one_rank_ot
     assert response_index(10, 7).tolist() == [0]
 
 
+def reducer(*flag, totals=(4,), masked: int = 2, **normalizer):
+    """Of one sample of four tokens, two of them response."""
+    return get_sum_of_sample_mean(list(totals), [2], [torch.ones(masked)], *flag, **normalizer)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -268,23 +224,17 @@ def test_defaults_come_from_megatron_when_it_is_initialised_and_from_one_rank_ot
         (lambda: response_index(5, 2, cp_rank=2, cp_size=2), "cp_rank=2 is not a rank"),
         (lambda: response_index(5, 2, cp_rank=0), "Give both or neither"),
         (lambda: zigzag_index([6], cp_rank=0, cp_size=2), "padded_lengths[0]=6 is not a multiple of 4"),
-        (lambda: get_sum_of_sample_mean([4], [2], [torch.ones(3)]), "loss_masks[0] has shape (3,)"),
-        (lambda: get_sum_of_sample_mean([4, 5], [2], [torch.ones(2)]), "total_lengths has 2 entries for 1"),
+        (lambda: reducer(masked=3), "loss_masks[0] has shape (3,)"),
+        (lambda: reducer(totals=[4, 5]), "total_lengths has 2 entries for 1"),
+        (lambda: reducer(True, constant_divisor=2.0), "one normalizer, got calculate_per_token_loss, constant_divisor"),
+        (lambda: reducer([7]), "calculate_per_token_loss=[7] is neither True nor"),
         (
-            lambda: get_sum_of_sample_mean([4], [2], [torch.ones(2)], True, constant_divisor=2.0),
-            "choose one normalizer, got calculate_per_token_loss, constant_divisor",
-        ),
-        (
-            lambda: get_sum_of_sample_mean([4], [2], [torch.ones(2)], [7]),
-            "calculate_per_token_loss=[7] is neither True nor",
-        ),
-        (
-            lambda: get_sum_of_sample_mean([4], [2], [torch.ones(2)], sample_denoms=[1.0], denominators=[1.0]),
+            lambda: reducer(sample_denoms=[1.0], denominators=[1.0]),
             "choose one normalizer, got sample_denoms, denominators",
         ),
-        (lambda: get_sum_of_sample_mean([4], [2], [torch.ones(2)], sample_denoms=[1.0, 2.0]), "2 denominators for 1"),
-        (lambda: get_sum_of_sample_mean([4], [2], [torch.ones(2)], sample_denoms=[0.0]), "denominator 0 is 0.0"),
-        (lambda: get_sum_of_sample_mean([4], [2], [torch.ones(2)])(torch.ones(3)), "x has shape (3,)"),
+        (lambda: reducer(sample_denoms=[1.0, 2.0]), "2 denominators for 1"),
+        (lambda: reducer(sample_denoms=[0.0]), "denominator 0 is 0.0"),
+        (lambda: reducer()(torch.ones(3)), "x has shape (3,)"),
         (lambda: all_gather_with_cp(torch.ones(3), 10, 7, cp_rank=0, cp_size=1), "tensor has 3 response values"),
     ],
 )

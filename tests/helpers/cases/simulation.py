@@ -60,6 +60,18 @@ class Layout:
         return rank // (self.context * self.tensor), rank // self.tensor % self.context, rank % self.tensor
 
 
+LAYOUTS = [
+    Layout(),
+    Layout(microbatches=3, qkv_format="bshd"),
+    Layout(data=2, microbatches=2),
+    Layout(context=2, microbatches=2),
+    Layout(context=2, microbatches=2, qkv_format="bshd"),
+    Layout(context=4, padding=1),
+    Layout(tensor=2, microbatches=2),
+    Layout(data=2, context=2, tensor=2, microbatches=2),
+]
+
+
 @dataclass
 class Outcome:
     """What the optimizer and the log would see."""

@@ -43,19 +43,7 @@ class Loud:
 
 CONTROL = ["a\nb", "\x1b[31mred", "a\0b", "\x7f", "\u202eabc", "a\u2028b", "\ud800", "tab\t"]
 BAD_ANYWHERE = [
-    None,
-    True,
-    {},
-    {"a": 1},
-    [[]],
-    [None],
-    ["1"],
-    [True],
-    [1, [2]],
-    10**400,
-    [10**400],
-    "\x1b[2J",
-    "\ud800",
+    *(None, True, {}, {"a": 1}, [[]], [None], ["1"], [True], [1, [2]], 10**400, [10**400], "\x1b[2J", "\ud800")
 ]
 BAD_IN = {
     "step": [-1, 1.5, "x", [0]],
@@ -82,20 +70,7 @@ def malformed_lines() -> list[bytes]:
     repeated = [text[:-1] + f', "{name}": 0}}' for name in [*RECORD, "x" * 100_000] for _ in range(2)]
     repeated = [line.replace('"' + "x" * 100_000 + '": 0}', '"xx": 0, "xx": 1}') for line in repeated]
     cut = [text[:i] for i in range(0, len(text), 7)]
-    other = [
-        "",
-        "null",
-        "1",
-        '"a"',
-        "[]",
-        "{}",
-        text + text,
-        "// no",
-        "'" + text + "'",
-        "\ufeff" + text,
-        "9" * 5000,
-        *DEEP,
-    ]
+    other = ["", "null", "1", '"a"', "[]", "{}", text + text, "// no", f"'{text}'", f"\ufeff{text}", "9" * 5000, *DEEP]
     lines = [json.dumps(record) for record in [*fields, *missing, *ids, *names]]
     lines += [*constants, *repeated, *cut, *other]
     return [line.encode() for line in lines] + [b"\xff\xfe", b"\x80\x04\x95", b"\0" * 100, b"PK\x03\x04", b"\x93NUMPY"]
@@ -124,19 +99,7 @@ def two_sides(rng: random.Random, *, documents: int = 30, temperature: float = 1
             of_trainer = scaled[token] - math.log(sum(map(math.exp, scaled))) + rng.gauss(0, 0.005)
             trainer.append(min(of_trainer, 0.0))
             tokens.append(token)
-        found.append(
-            {
-                "step": number % 3,
-                "prompt_id": number,
-                "rollout_id": number,
-                "tokens": tokens,
-                "response_length": 40,
-                "loss_mask": [1] * 40,
-                "old_logprobs": trainer,
-                "rollout_logprobs": engine,
-                "reward": 0.0,
-                "advantage": 0.0,
-            }
-            | rest
-        )
+        ids = {"step": number % 3, "prompt_id": number, "rollout_id": number, "tokens": tokens}
+        response = {"response_length": 40, "loss_mask": [1] * 40, "reward": 0.0, "advantage": 0.0}
+        found.append(ids | response | {"old_logprobs": trainer, "rollout_logprobs": engine} | rest)
     return found

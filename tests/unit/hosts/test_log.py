@@ -57,24 +57,16 @@ def test_the_first_step_is_number_1_and_the_hosts_logger_has_the_hosts_own_numbe
 
 
 def test_red_flags_of_the_first_step_are_printed_at_the_first_step_alone(report, capsys):
-    moved = replace(report, metrics=report.metrics | {"kl_new_old": 0.5, "ratio_new_old": 1.3})
+    def printed(log: HostLog, number: int, **metrics: float) -> str:
+        moved = replace(report, metrics=report.metrics | metrics)
+        log.write(0, number, moved, grad_norm=1.0, learning_rate=0.1, skipped=False)
+        return capsys.readouterr().out
+
+    off_policy = {"kl_new_old": 0.5, "ratio_new_old": 1.3}
+    assert "kl_new_old" in printed(HostLog(SETTINGS, {}, None), 0, **off_policy).partition("red flag")[2]
     log = HostLog(SETTINGS, {}, None)
-    log.write(0, 0, moved, grad_norm=1.0, learning_rate=0.1, skipped=False)
-    first = capsys.readouterr().out
-    assert "red flag" in first
-    assert "kl_new_old" in first.partition("red flag")[2]
-    calm = HostLog(SETTINGS, {}, None)
-    calm.write(
-        0,
-        0,
-        replace(report, metrics=report.metrics | {"kl_new_old": 0.0, "ratio_new_old": 1.0}),
-        grad_norm=1.0,
-        learning_rate=0.1,
-        skipped=False,
-    )
-    capsys.readouterr()
-    calm.write(0, 1, moved, grad_norm=1.0, learning_rate=0.1, skipped=False)  # off-policy, as the second step is
-    assert "red flag" not in capsys.readouterr().out
+    printed(log, 0, kl_new_old=0.0, ratio_new_old=1.0)
+    assert "red flag" not in printed(log, 1, **off_policy)  # as the second step is
 
 
 def test_rounds_of_different_numbers_of_steps_lose_no_line(tmp_path, report):

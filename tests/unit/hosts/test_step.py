@@ -36,34 +36,51 @@ def logits_of(samples) -> list[torch.Tensor]:
     return [(embedding[sample.tokens] @ head.T).clone().requires_grad_() for sample in samples]
 
 
-def row(logits, members) -> torch.Tensor:
-    return torch.cat([logits[i] for i in members])
+def planned(loss: LossSettings, samples, **more) -> HostStep:
+    return HostStep.planned(loss, lambda: samples, data=torch.distributed.group.WORLD, **more)
+
+
+def loss_of(step: HostStep, samples, logits, members) -> torch.Tensor:
+    """Of a micro-batch with these samples of a rank."""
+    local = step.slice(members, [len(samples[i].tokens) for i in members])
+    return step.loss(local, torch.cat([logits[i] for i in members]), None, 1.0)
+
+
+def on_two_ranks(loss: LossSettings, samples, cuts) -> tuple[list[dict], list[torch.Tensor]]:
+    """Metrics of each rank, and the gradient of every sample: every second is a rank's, in `cuts(rank, count)`."""
+
+    def work(rank: int):
+        mine = samples[rank::2]
+        logits, step = logits_of(mine), planned(loss, mine)
+        for members in cuts(rank, len(mine)):
+            loss_of(step, mine, logits, members).backward()
+        return step.finish(reports=True).metrics, [each.grad for each in logits]
+
+    metrics, gradients = zip(*threads.run(2, work), strict=True)
+    return list(metrics), [gradients[k % 2][k // 2] for k in range(len(samples))]
+
+
+def whole_step(loss: LossSettings, samples) -> simulation.Outcome:
+    logits = [each.detach() for each in logits_of(samples)]
+    return simulation.run_step(samples, logits, Layout(), loss, random.Random(1))
 
 
 @pytest.mark.parametrize("aggregation", hosts.AGGREGATIONS)
 def test_samples_in_any_order_and_cut_are_one_step(aggregation):
     """Denominators follow their samples into every micro-batch in which the host puts them."""
     loss, samples = settings(**hosts.AGGREGATIONS[aggregation]), hosts.samples()
-    detached = [each.detach() for each in logits_of(samples)]
-    whole = simulation.run_step(samples, detached, Layout(), loss, random.Random(1))
+    whole = whole_step(loss, samples)
 
-    def work(rank: int):
-        mine = [i for i in range(len(samples)) if i % 2 == rank]
-        logits = logits_of([samples[i] for i in mine])
-        step = HostStep.planned(loss, lambda: [samples[i] for i in mine], data=torch.distributed.group.WORLD)
-        order = random.Random(rank).sample(range(len(mine)), len(mine))
-        for members in (order[:2], order[2:]):
-            local = step.slice(members, [len(samples[mine[i]].tokens) for i in members])
-            step.loss(local, row(logits, members), None, 1.0).backward()
-        return step.finish(reports=True).metrics, [each.grad for each in logits]
+    def cuts(rank: int, count: int) -> list[list[int]]:
+        order = random.Random(rank).sample(range(count), count)
+        return [order[:2], order[2:]]
 
-    (metrics, first), (again, second) = threads.run(2, work)
+    (metrics, again), gradients = on_two_ranks(loss, samples, cuts)
     assert metrics == again
     of_ranks = [metrics.pop(name) for name in sorted(OF_RANKS)]
     assert {name: pytest.approx(value, rel=1e-6) for name, value in whole.metrics.items()} == metrics
     assert of_ranks == [*farthest(samples[::2], samples[1::2])]
-    for k, expected in enumerate(whole.gradients):
-        found = (first, second)[k % 2][k // 2]
+    for found, expected in zip(gradients, whole.gradients, strict=True):
         assert torch.allclose(found, expected, rtol=1e-6, atol=1e-9)
 
 
@@ -75,14 +92,10 @@ def test_on_policy_ratios_are_exactly_one_and_the_gradient_equals_the_first_step
         for on_policy in (False, True):
             logits = logits_of(samples)
             own = [each.detach().log_softmax(-1) for each in logits]
-            given = [
-                sample if on_policy else _with_old(sample, values) for sample, values in zip(samples, own, strict=True)
-            ]
-            step = HostStep.planned(
-                loss, lambda given=given: given, data=torch.distributed.group.WORLD, on_policy=on_policy
-            )
-            local = step.slice(range(4), [len(sample.tokens) for sample in samples])
-            step.loss(local, row(logits, range(4)), None, 1.0).backward()
+            pairs = zip(samples, own, strict=True)
+            given = samples if on_policy else [_with_old(sample, values) for sample, values in pairs]
+            step = planned(loss, given, on_policy=on_policy)
+            loss_of(step, samples, logits, range(4)).backward()
             found.append((step.finish(reports=True).metrics, [each.grad for each in logits]))
         return found
 
@@ -102,22 +115,11 @@ CHOICES = {
 @pytest.mark.parametrize("name", CHOICES)
 def test_tokens_are_chosen_over_the_ranks_of_a_host(name):
     loss, samples = settings(pg_objective="reinforce_is", pg_correction=name, **CHOICES[name]), hosts.samples()
-    whole = simulation.run_step(
-        samples, [each.detach() for each in logits_of(samples)], Layout(), loss, random.Random(1)
-    )
-
-    def work(rank: int):
-        mine = [i for i in range(len(samples)) if i % 2 == rank]
-        logits = logits_of([samples[i] for i in mine])
-        step = HostStep.planned(loss, lambda: [samples[i] for i in mine], data=torch.distributed.group.WORLD)
-        local = step.slice(range(len(mine)), [len(samples[i].tokens) for i in mine])
-        step.loss(local, row(logits, range(len(mine))), None, 1.0).backward()
-        return step.finish(reports=True).metrics, [each.grad for each in logits]
-
-    (metrics, first), (_, second) = threads.run(2, work)
+    whole = whole_step(loss, samples)
+    (metrics, _), gradients = on_two_ranks(loss, samples, lambda rank, count: [range(count)])
     assert 0 < metrics["selected_fraction"] == whole.metrics["selected_fraction"] < 1
-    for k, expected in enumerate(whole.gradients):
-        assert torch.allclose((first, second)[k % 2][k // 2], expected, rtol=1e-6, atol=1e-9)
+    for found, expected in zip(gradients, whole.gradients, strict=True):
+        assert torch.allclose(found, expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("rewards", [(-1.0, 0.25, 0.5), (-3.0, -2.0, -1.0)])
@@ -125,11 +127,7 @@ def test_the_largest_score_of_a_rollout_whose_rows_are_scored_one_by_one_counts(
     rows = [dataclasses.replace(each, rollout_id="r", prompt_id="p", term="rl") for each in hosts.samples()[:3]]
     scored = [dataclasses.replace(each, reward=reward) for each, reward in zip(rows, rewards, strict=True)]
 
-    def work(rank: int):
-        mine = scored[rank::2]
-        return HostStep.planned(settings(), lambda: mine, data=torch.distributed.group.WORLD).plan.facts
-
-    for facts in threads.run(2, work):
+    for facts in threads.run(2, lambda rank: planned(settings(), scored[rank::2]).plan.facts):
         assert (facts.num_rewards, facts.reward) == (1, rewards[-1])
 
 
@@ -140,23 +138,13 @@ def test_nothing_can_be_chosen_by_log_probabilities_that_are_not_made(name):
     loss = settings(pg_objective="reinforce_is", pg_correction=name, **high)
     samples = [dataclasses.replace(each, rollout_logprobs=each.old_logprobs - 0.1) for each in hosts.samples()[:4]]
     with pytest.raises(StepPlanError, match=f"--pg-correction {name} reads old_logprobs before the forward"):
-        threads.run(
-            2, lambda rank: HostStep.planned(loss, lambda: samples, data=torch.distributed.group.WORLD, on_policy=True)
-        )
+        threads.run(2, lambda rank: planned(loss, samples, on_policy=True))
 
 
 def _with_old(sample, logprobs):
     length = sample.response_length
     old = logprobs[-length - 1 : -1].gather(1, sample.tokens[-length:, None])[:, 0]
-    return hosts.Sample.build(
-        tokens=sample.tokens,
-        response_length=length,
-        loss_mask=sample.loss_mask,
-        old_logprobs=old,
-        advantage=sample.advantages,
-        sample_id=sample.sample_id,
-        rollout_id=sample.rollout_id,
-    )
+    return dataclasses.replace(sample, old_logprobs=old.double(), rollout_logprobs=None, ref_logprobs=None)
 
 
 @pytest.mark.parametrize("head", ["forward", "recompute"])
@@ -170,7 +158,7 @@ def test_padded_rows_have_one_gradient_by_the_head_and_from_logits(head):
 
     def work(rank: int):
         for loss in (settings(), settings(pg_fused_head=head)):
-            step = HostStep.planned(loss, lambda: samples, data=torch.distributed.group.WORLD)
+            step = planned(loss, samples)
             hidden = embedding[torch.stack(tokens, dim=1)].requires_grad_()  # [s, b, H]
             local = step.slice(members, [width] * 4, side_by_side=loss.head_mode is not None)
             matrix = weight.clone().requires_grad_()
@@ -202,13 +190,10 @@ def test_a_rank_that_has_no_samples_stops_all():
 def test_a_loss_that_is_not_finite_names_its_sample_on_every_rank():
     def work(rank: int):
         samples = hosts.samples()[rank * 2 : rank * 2 + 2]
-        step = HostStep.planned(settings(), lambda: samples, data=torch.distributed.group.WORLD)
-        logits = logits_of(samples)
-        values = row(logits, range(2)).detach()
+        step, logits = planned(settings(), samples), [each.detach() for each in logits_of(samples)]
         if rank == 1:
-            values[len(samples[0].tokens) - samples[0].response_length - 1] = math.nan
-        local = step.slice(range(2), [len(sample.tokens) for sample in samples])
-        step.loss(local, values.requires_grad_(), None, 1.0)
+            logits[0][len(samples[0].tokens) - samples[0].response_length - 1] = math.nan
+        loss_of(step, samples, [each.requires_grad_() for each in logits], range(2))
         with pytest.raises(NonFiniteLossError, match="non-finite loss at rank 1, sample 2 "):
             step.finish(reports=True)
 
@@ -221,11 +206,9 @@ def test_a_loss_that_did_not_run_once_for_every_sample_stops_every_rank(forwards
 
     def work(rank: int):
         samples = hosts.samples()[rank * 4 : rank * 4 + 4]
-        step = HostStep.planned(settings(), lambda: samples, data=torch.distributed.group.WORLD)
-        logits = logits_of(samples)
+        step, logits = planned(settings(), samples), logits_of(samples)
         for members in forwards if rank == 0 else [[0, 1], [2, 3]]:
-            local = step.slice(members, [len(samples[i].tokens) for i in members])
-            step.loss(local, row(logits, members), None, 1.0)
+            loss_of(step, samples, logits, members)
         with pytest.raises(HostLossError, match="was not computed exactly once for every sample of the step"):
             step.finish(reports=True)
 
@@ -239,8 +222,7 @@ def test_a_stage_without_the_loss_takes_part_in_the_exchange_alone():
         if rank == 1:
             return HostStep(loss).finish(reports=False)
         step = HostStep.planned(loss, lambda: samples, data=group)
-        local = step.slice(range(2), [len(sample.tokens) for sample in samples])
-        step.loss(local, row(logits_of(samples), range(2)), None, 1.0)
+        loss_of(step, samples, logits_of(samples), range(2))
         return step.finish(reports=True).metrics["num_samples"]
 
     assert threads.run(2, work) == [2, None]

@@ -7,8 +7,6 @@ import random
 import warnings
 import weakref
 from dataclasses import dataclass, replace
-from dataclasses import fields as dataclass_fields
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -16,13 +14,12 @@ import single_pass
 import threads
 import torch
 from loss_terms import kl_and_entropy
+from objective_parts import build
 
 from megatron_pg import lm_head
 from megatron_pg.batch import TokenFields
-from megatron_pg.batch.sequences import Sequences
-from megatron_pg.declarations.choices import AT_ONCE, HEAD_MODES
-from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, grpo_loss, policy_gradient_loss
+from megatron_pg.declarations.choices import HEAD_MODES
+from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, grpo_loss
 from megatron_pg.lm_head import (
     Head,
     fp32_logits,
@@ -32,11 +29,11 @@ from megatron_pg.lm_head import (
     products,
 )
 from megatron_pg.lm_head.output_layer import DeferredHead
-from megatron_pg.objectives import objective_of
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
+OF_TOKENS = ("targets", "old_logprobs", "advantages", "weights", "mask")
 REAL_SIZES = products.chunk_rows, products.block_rows
 
 
@@ -140,7 +137,7 @@ def run(case: Case, fields: dict, **options) -> dict:
     out = grpo_head_loss(
         hidden,
         weight,
-        **{name: fields[name] for name in ("targets", "old_logprobs", "advantages", "weights", "mask")},
+        **{name: fields[name] for name in OF_TOKENS},
         **CLIP,
         temperature=case.temperature,
         vocab_size=case.columns - case.padding,
@@ -159,6 +156,35 @@ def run(case: Case, fields: dict, **options) -> dict:
         "of_hidden": hidden.grad,
         "of_weight": total.detach() - before if case.main_grad else weight.grad,
     }
+
+
+def loss_of(head: str, fields: dict, weight: torch.Tensor, **options) -> torch.Tensor:
+    """In torch, by a mode of the fused head or by whole logits ("logits"), of hidden states that are left alone."""
+    given = {name: fields[name] for name in OF_TOKENS} | CLIP | {"impl": "torch"}
+    if head == "logits":
+        return grpo_loss(fp32_logits(fields["hidden"], weight), **given).loss
+    return grpo_head_loss(fields["hidden"], weight, **given | options, mode=head).loss
+
+
+def parameter_of(fields: dict, seen: list | None = None, is_shared: bool = False) -> tuple[torch.nn.Parameter, object]:
+    """The weight with Megatron's `main_grad`, and the node that has the hook of its DDP, which must be kept.
+
+    `seen`: what the hook finds in `grad_added_to_main_grad`; None: no hook.
+    """
+    weight = torch.nn.Parameter(fields["weight"].clone())
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight).requires_grad_(False), False
+
+    def hook(*_):
+        assert weight.grad is not None
+        seen.append(weight.grad_added_to_main_grad)
+        if not weight.grad_added_to_main_grad or is_shared:
+            weight.main_grad.add_(weight.grad.data)
+        weight.grad, weight.grad_added_to_main_grad = None, False
+
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    if seen is not None:
+        node.register_hook(hook)
+    return weight, node
 
 
 def worst(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -224,6 +250,30 @@ def test_chunks_that_go_through_the_single_pass_kernel(dtype, backward, monkeypa
     check(case)
     assert sum(k["rows"] for k in launches) == int(make(case)["mask"].sum())
     assert len(launches) > 2
+
+
+@pytest.mark.skipif(CUDA, reason="the kernel itself runs")
+@pytest.mark.parametrize("is_single_pass", [False, True])
+def test_a_loss_with_kl_and_bonus_in_the_head_equals_torch(is_single_pass, monkeypatch):
+    """By statistics, one launch for the loss and a gradient, or by the single-pass kernel, its work done in torch."""
+    launches = single_pass.in_torch(monkeypatch) if is_single_pass else []
+    fields = make(Case(dtype=torch.float32, impl="triton"))
+    further = kl_and_entropy(kl_coef=0.1, kl_estimator="k3_weighted", entropy_coef=0.02)
+    token_fields = TokenFields(
+        **{name: fields[name] for name in OF_TOKENS},
+        corrections=torch.linspace(0, 2, 21, dtype=torch.float64),
+        ref_logprobs=fields["old_logprobs"] + 0.1,
+    )
+    policy_loss = PolicyLoss(LossTerms(objective=build("grpo"), further=further, grad_divisor=2.0), token_fields)
+    found, vocabulary = [], Vocabulary.of(len(fields["weight"]))
+    for impl in ("triton", "torch"):
+        hidden, weight = (fields[name].clone().requires_grad_() for name in ("hidden", "weight"))
+        out = policy_gradient_head_loss(hidden, weight, policy_loss, vocabulary, Head(impl=impl), grad_scale=3.0)
+        (out.loss * 3).backward()
+        found.append([out.loss.detach(), out.token_losses, out.term_losses, hidden.grad, weight.grad])
+    for ours, wanted in zip(*found, strict=True):
+        assert worst(ours, wanted.double()) <= 2e-5
+    assert bool(launches) == is_single_pass
 
 
 @pytest.mark.parametrize("backward", ["bf16", "split"])
@@ -320,31 +370,24 @@ def test_tensor_parallel_ranks_equal_one_and_each_other(mode, ranks, sequence_pa
 @pytest.mark.parametrize("mode", HEAD_MODES)
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_what_is_frozen_gets_no_gradient(mode, frozen):
-    case = Case(mode=mode)
-    fields = make(case)
-    wanted = expected(case, fields)
-    leaves = {name: fields[name].clone().requires_grad_(name != frozen) for name in ("hidden", "weight")}
-    names = ("targets", "old_logprobs", "advantages", "weights", "mask")
-    out = grpo_head_loss(**leaves, **{n: fields[n] for n in names}, **CLIP, mode=mode, impl="torch")
-    out.loss.backward()
-    trained = "weight" if frozen == "hidden" else "hidden"
-    assert leaves[frozen].grad is None
-    assert worst(leaves[trained].grad, wanted[f"of_{trained}"]) <= 1e-12
+    fields, trained = make(Case(mode=mode)), "weight" if frozen == "hidden" else "hidden"
+    wanted = expected(Case(), fields)
+    fields[trained].requires_grad_()
+    loss_of(mode, fields, fields["weight"]).backward()
+    assert fields[frozen].grad is None
+    assert worst(fields[trained].grad, wanted[f"of_{trained}"]) <= 1e-12
 
 
 @pytest.mark.parametrize("mode", HEAD_MODES)
 def test_without_gradient_nothing_is_written(mode):
-    case = Case(main_grad=True)
-    fields = make(case)
-    total = torch.ones(48, 16, dtype=torch.float64, device=DEVICE)
-    names = ("hidden", "weight", "targets", "old_logprobs", "advantages", "weights", "mask")
+    fields, total = make(Case()), torch.ones(48, 16, dtype=torch.float64, device=DEVICE)
     weight = fields["weight"].requires_grad_()
     with torch.no_grad():
-        out = grpo_head_loss(**{n: fields[n] for n in names}, **CLIP, main_grad=total, mode=mode, impl="torch")
-    assert not out.loss.requires_grad
+        loss = loss_of(mode, fields, weight, main_grad=total)
+    assert not loss.requires_grad
     assert (total == 1).all()
     assert weight.grad is None
-    assert abs(float(out.loss - expected(case, fields)["loss"])) <= 1e-12
+    assert abs(float(loss - expected(Case(), fields)["loss"])) <= 1e-12
 
 
 def test_rows_may_be_given_and_nothing_may_be_trained():
@@ -406,121 +449,70 @@ def test_a_deferred_call_is_handed_over_once_and_nothing_of_it_is_kept():
 @pytest.mark.skipif(CUDA, reason="a device-side assertion ends the process")
 @pytest.mark.parametrize("factor", [2.0, 1.001, 0.999])
 def test_another_upstream_gradient_than_main_grad_was_made_for_is_an_error(factor):
-    case = Case(main_grad=True)
-    fields = make(case)
-    leaves = {name: fields[name].clone().requires_grad_() for name in ("hidden", "weight")}
-    names = ("targets", "old_logprobs", "advantages", "weights", "mask")
-    options = {"main_grad": torch.zeros(48, 16, dtype=torch.float64), "impl": "torch", **CLIP}
-    out = grpo_head_loss(**leaves, **{n: fields[n] for n in names}, **options)
+    fields = make(Case())
+    for name in ("hidden", "weight"):
+        fields[name].requires_grad_()
+    main_grad = torch.zeros(48, 16, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="another upstream gradient than its grad_scale"):
-        (out.loss * factor).backward()
-    out = grpo_head_loss(**leaves, **{n: fields[n] for n in names}, **options)
-    (out.loss * (1 + 2.0**-21)).backward()  # a few roundings of a schedule that multiplies in float32
-    out = grpo_head_loss(**leaves, **{n: fields[n] for n in names}, **CLIP, impl="torch")
-    out.loss.backward(retain_graph=True)
+        (loss_of("forward", fields, fields["weight"], main_grad=main_grad) * factor).backward()
+    loss = loss_of("forward", fields, fields["weight"], main_grad=main_grad)
+    (loss * (1 + 2.0**-21)).backward()  # a few roundings of a schedule that multiplies in float32
+    loss = loss_of("forward", fields, fields["weight"])
+    loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="ran a second time"):
-        out.loss.backward()
+        loss.backward()
 
 
 @pytest.mark.parametrize("mode", HEAD_MODES)
-@pytest.mark.parametrize("shared", [False, True])
-def test_megatrons_protocol_of_main_grad(mode, shared):
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_megatrons_protocol_of_main_grad(mode, is_shared):
     """The hook that Megatron's DDP puts on a parameter finds what it asserts, and adds nothing twice."""
-    case = Case(mode=mode)
-    fields = make(case)
-    weight = torch.nn.Parameter(fields["weight"].clone())
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
-    weight.main_grad.requires_grad_(False)
-    if shared:
+    fields, seen = make(Case()), []
+    weight, _node = parameter_of(fields, seen, is_shared)
+    if is_shared:
         weight.zero_out_wgrad = True
-    seen = []
-
-    def hook(*_):
-        assert weight.grad is not None
-        if not weight.grad_added_to_main_grad or shared:
-            weight.main_grad.add_(weight.grad.data)
-        seen.append(weight.grad_added_to_main_grad)
-        weight.grad = None
-
-    accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]
-    accumulator.register_hook(hook)
-    names = ("targets", "old_logprobs", "advantages", "weights", "mask")
-    hidden = fields["hidden"].clone().requires_grad_()
-    out = grpo_head_loss(hidden, weight, **{n: fields[n] for n in names}, **CLIP, mode=mode, impl="torch")
-    loss = out.loss + (3.0 * weight).sum() if shared else out.loss  # the embedding's share
+    loss = loss_of(mode, fields, weight) + ((3.0 * weight).sum() if is_shared else 0)  # the embedding's share
     loss.backward()
-    wanted = expected(case, fields)["of_weight"] + (3.0 if shared else 0.0)
     assert seen == [True]
-    assert worst(weight.main_grad, wanted) <= 1e-12
-
-
-def megatrons_hook(weight: torch.nn.Parameter) -> object:
-    """What Megatron's DDP does behind a backward; the node that has it must be kept."""
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight).requires_grad_(False), False
-
-    def hook(*_):
-        assert weight.grad is not None
-        if not weight.grad_added_to_main_grad:
-            weight.main_grad.add_(weight.grad.data)
-        weight.grad, weight.grad_added_to_main_grad = None, False
-
-    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
-    node.register_hook(hook)
-    return node
-
-
-def loss_of(head: str, hidden: torch.Tensor, weight: torch.Tensor, fields: dict) -> torch.Tensor:
-    """By a mode of the fused head, or by whole logits ("logits")."""
-    names = ("targets", "old_logprobs", "advantages", "weights", "mask")
-    given = {name: fields[name] for name in names}
-    if head == "logits":
-        return grpo_loss(fp32_logits(hidden, weight), **given, **CLIP, impl="torch").loss
-    return grpo_head_loss(hidden, weight, **given, **CLIP, mode=head, impl="torch").loss
+    assert worst(weight.main_grad, expected(Case(), fields)["of_weight"] + 3.0 * is_shared) <= 1e-12
 
 
 @pytest.mark.parametrize("head", [*HEAD_MODES, "logits"])
-@pytest.mark.parametrize("order", ["head first", "head last"])
-def test_another_gradient_of_an_untied_weight_is_added_to_main_grad(head, order):
+@pytest.mark.parametrize("is_head_first", [True, False])
+def test_another_gradient_of_an_untied_weight_is_added_to_main_grad(head, is_head_first):
     """A penalty on the weight, for instance: it would be lost, or meet a gradient without memory."""
-    case = Case(masked=0.0)  # whole logits read the rows that are masked
-    fields = make(case)
-    weight = torch.nn.Parameter(fields["weight"].clone())
-    node = megatrons_hook(weight)
-    hidden = fields["hidden"].clone().requires_grad_()
-    parts = [lambda: loss_of(head, hidden, weight, fields), lambda: 0.5 * (weight**2).sum()]
-    first, second = parts if order == "head first" else parts[::-1]
+    fields = make(Case(masked=0.0))  # whole logits read the rows that are masked
+    weight, _node = parameter_of(fields, [])
+    parts = [lambda: loss_of(head, fields, weight), lambda: 0.5 * (weight**2).sum()]
+    first, second = parts if is_head_first else parts[::-1]
     (first() + second()).backward()
-    wanted = expected(case, fields)["of_weight"] + fields["weight"]
-    assert worst(weight.main_grad, wanted) <= 1e-12
-    loss_of(head, hidden, weight, fields).backward()  # the next micro-batch has none
-    assert worst(weight.main_grad, wanted + expected(case, fields)["of_weight"]) <= 1e-12
-    assert node is not None
+    by_head = expected(Case(), fields)["of_weight"]
+    assert worst(weight.main_grad, by_head + fields["weight"]) <= 1e-12
+    loss_of(head, fields, weight).backward()  # the next micro-batch has none
+    assert worst(weight.main_grad, 2 * by_head + fields["weight"]) <= 1e-12
 
 
 @pytest.mark.parametrize("head", [*HEAD_MODES, "logits"])
 def test_main_grad_has_the_gradient_where_saved_tensors_are_kept_elsewhere(head):
-    case = Case(masked=0.0)  # whole logits read the rows that are masked
-    fields = make(case)
-    weight = torch.nn.Parameter(fields["weight"].clone())
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight).requires_grad_(False), False
-    hidden = fields["hidden"].clone().requires_grad_()
+    fields = make(Case(masked=0.0))  # whole logits read the rows that are masked
+    wanted, (weight, _) = expected(Case(), fields), parameter_of(fields)
+    fields["hidden"].requires_grad_()
     with torch.autograd.graph.save_on_cpu():
-        loss = loss_of(head, hidden, weight, fields)
+        loss = loss_of(head, fields, weight)
     loss.backward()
-    assert worst(weight.main_grad, expected(case, fields)["of_weight"]) <= 1e-12
+    assert worst(weight.main_grad, wanted["of_weight"]) <= 1e-12
     assert weight.grad_added_to_main_grad
-    assert worst(hidden.grad, expected(case, fields)["of_hidden"]) <= 1e-12
+    assert worst(fields["hidden"].grad, wanted["of_hidden"]) <= 1e-12
 
 
 @pytest.mark.parametrize("mode", HEAD_MODES)
 @pytest.mark.parametrize("has_backward", [True, False])
 def test_a_forward_that_added_to_main_grad_warns_if_its_backward_never_runs(mode, has_backward):
     fields = make(Case())
-    weight = torch.nn.Parameter(fields["weight"].clone())
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight).requires_grad_(False), False
+    weight, _ = parameter_of(fields)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        loss = loss_of(mode, fields["hidden"].clone().requires_grad_(), weight, fields)
+        loss = loss_of(mode, fields, weight)
         if has_backward:
             loss.backward()
         del loss
@@ -529,8 +521,19 @@ def test_a_forward_that_added_to_main_grad_warns_if_its_backward_never_runs(mode
     assert len(texts) == int(not has_backward and mode != "recompute")
     with torch.no_grad():
         before = weight.main_grad.clone()
-        loss_of(mode, fields["hidden"].clone().requires_grad_(), weight, fields)
+        loss_of(mode, fields, weight)
     assert torch.equal(weight.main_grad, before)
+
+
+@pytest.mark.parametrize("mode", HEAD_MODES)
+def test_a_weight_whose_main_grad_has_to_be_fetched_gets_its_gradient_from_autograd(mode):
+    """Megatron-FSDP's hook takes the parameter's gradient; its buffer holds one micro-batch."""
+    fields = make(Case())
+    weight = torch.nn.Parameter(fields["weight"].clone())
+    weight.grad_added_to_main_grad, weight.get_main_grad = False, None
+    loss_of(mode, fields, weight).backward()
+    assert not weight.grad_added_to_main_grad
+    assert worst(weight.grad, expected(Case(), fields)["of_weight"]) <= 1e-12
 
 
 @pytest.mark.skipif(CUDA, reason="products on a CPU")
@@ -551,29 +554,14 @@ def test_logits_are_float32_under_autocast():
 def test_a_masked_ignore_index_is_accepted_and_a_trained_one_refused_on_a_cpu(mode):
     fields = make(Case(rows=6, masked=0.0))
     fields["targets"][2] = -100
-    given = {name: fields[name] for name in ("hidden", "weight", "targets", "old_logprobs", "advantages", "weights")}
-    given |= {"mode": mode, "impl": "torch", **CLIP}
-    mask = torch.arange(6, device=DEVICE) != 2
-    assert grpo_head_loss(**given, mask=mask).loss.isfinite()
+    fields["mask"] = torch.arange(6, device=DEVICE) != 2
+    assert loss_of(mode, fields, fields["weight"]).isfinite()
+    fields["mask"][2] = True
     if CUDA:
-        assert grpo_head_loss(**given, mask=mask | True).loss.isnan()
+        assert loss_of(mode, fields, fields["weight"]).isnan()
         return
     with pytest.raises(ValueError, match=r"^targets\[2\] is -100 at a trained token, .* ids 0 to 47 \(1 such"):
-        grpo_head_loss(**given, mask=mask | True)
-
-
-@pytest.mark.parametrize("mode", HEAD_MODES)
-def test_a_weight_whose_main_grad_has_to_be_fetched_gets_its_gradient_from_autograd(mode):
-    """Megatron-FSDP's hook takes the parameter's gradient; its buffer holds one micro-batch."""
-    case = Case(mode=mode)
-    fields = make(case)
-    weight = torch.nn.Parameter(fields["weight"].clone())
-    weight.grad_added_to_main_grad, weight.get_main_grad = False, None
-    names = ("targets", "old_logprobs", "advantages", "weights", "mask")
-    hidden = fields["hidden"].clone().requires_grad_()
-    grpo_head_loss(hidden, weight, **{n: fields[n] for n in names}, **CLIP, mode=mode, impl="torch").loss.backward()
-    assert not weight.grad_added_to_main_grad
-    assert worst(weight.grad, expected(case, fields)["of_weight"]) <= 1e-12
+        loss_of(mode, fields, fields["weight"])
 
 
 def test_products_of_whole_logits_never_come_to_be(monkeypatch):
@@ -630,115 +618,6 @@ def test_chunks_fill_the_memory_that_they_may_take():
         chunk = REAL_SIZES[0](weight, buffers)
         sizes[columns] = chunk, REAL_SIZES[1](weight, chunk)
     assert sizes == {151936: (1024, 4096), 75968: (1024, 8192), 37984: (2048, 16384), 50_000_000: (128, 128)}
-
-
-NUMBERS = {
-    "clip_eps_low": 0.2,
-    "clip_eps_high": 0.28,
-    "dual_clip": 1.5,
-    "cispo_cap": 1.3,
-    "sapo_tau_pos": 1.0,
-    "sapo_tau_neg": 1.05,
-    "dppo_delta_low": 0.1,
-    "dppo_delta_high": 0.1,
-    "dro_beta": 0.5,
-    "ipo_delta_low": 0.1,
-    "ipo_delta_high": 0.1,
-    "ipo_tau": 0.1,
-    "vespo_k_pos": 2.0,
-    "vespo_lambda_pos": 3.0,
-    "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0,
-    "gmpo_eps_low": 0.3,
-    "gmpo_eps_high": 0.4,
-}
-TERMS = [*product(OBJECTIVES, HEAD_MODES, (False, True))]
-
-
-def sequences_of(lengths: list[int], mask: torch.Tensor) -> Sequences:
-    slots = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    trained = torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, slots, mask.double()).clamp(min=1)
-    return Sequences(slots=slots, order=torch.arange(len(slots)), lengths=torch.tensor([*lengths, 0]), counts=trained)
-
-
-@pytest.mark.skipif(CUDA, reason="float64, on a CPU")
-@pytest.mark.parametrize(("name", "mode", "penalised"), TERMS)
-def test_every_objective_equals_the_one_over_stored_logits(name, mode, penalised):
-    """Loss, gradients and per-token values, with and without KL and entropy terms."""
-    fields = make(Case())
-    numbers = {n.name: NUMBERS[n.name] for n in OBJECTIVES[name].numbers}
-    terms = LossTerms(objective=objective_of(name, **numbers), grad_divisor=2.0)
-    reads_entropy = mode != "scaled_exp"
-    if penalised:
-        bonus = {"entropy_coef": 0.01} if reads_entropy else {}
-        terms = replace(terms, further=kl_and_entropy(kl_coef=0.1, kl_estimator="k3_weighted", **bonus))
-    token_fields = TokenFields(
-        **{n: fields[n] for n in ("targets", "mask", "old_logprobs", "advantages", "weights")},
-        corrections=torch.linspace(0, 2, 21, dtype=torch.float64),
-        ref_logprobs=fields["old_logprobs"] + 0.1,
-        sequences=sequences_of([5, 7, 9], fields["mask"]),
-    )
-    policy_loss, vocabulary = PolicyLoss(terms, token_fields), Vocabulary.of(len(fields["weight"]))
-    if mode in AT_ONCE and terms.reads_sequences:
-        how = Head(mode=mode, impl="torch")
-        with pytest.raises(ValueError, match=f"mode='{mode}' .* reads whole sequences"):
-            policy_gradient_head_loss(fields["hidden"], fields["weight"], policy_loss, vocabulary, how)
-        return
-    found, gradients = [], []
-    for head in (True, False):
-        hidden, weight = fields["hidden"].clone().requires_grad_(), fields["weight"].clone().requires_grad_()
-        if head:
-            options = {"grad_scale": 3.0, "entropy": reads_entropy}
-            how = Head(mode=mode, impl="torch")
-            out = policy_gradient_head_loss(hidden, weight, policy_loss, vocabulary, how, **options)
-        else:
-            kept = torch.where(fields["mask"][:, None], hidden, 0)
-            options = {"entropy": reads_entropy, "impl": "torch"}
-            out = policy_gradient_loss(kept @ weight.t(), policy_loss, vocabulary, **options)
-        (out.loss * 3).backward()
-        found.append(out)
-        gradients.append((hidden.grad, weight.grad))
-    for ours, wanted in zip(*gradients, strict=True):
-        assert worst(ours, wanted) <= 1e-12
-    for field in dataclass_fields(found[0]):
-        ours, wanted = (getattr(out, field.name) for out in found)
-        assert (ours is None) == (wanted is None), field.name
-        if ours is not None:
-            ours, wanted = (torch.where(fields["mask"], v, 0) if v.dim() else v for v in (ours, wanted))
-            assert worst(ours.detach().double(), wanted.detach().double()) <= 1e-12, field.name
-
-
-@pytest.mark.skipif(CUDA, reason="the kernel itself runs")
-@pytest.mark.parametrize(
-    "name", [n for n, declared in OBJECTIVES.items() if not declared.no_token_kernel and not declared.reads_sequences]
-)
-@pytest.mark.parametrize("whole", [False, True])
-def test_every_row_of_tokens_in_the_head_equals_torch(name, whole, monkeypatch):
-    """By statistics, one launch for the loss and a gradient, or by the single-pass kernel, its own work done in
-    torch."""
-    launches = single_pass.in_torch(monkeypatch) if whole else []
-    fields = make(Case(dtype=torch.float32, impl="triton"))
-    numbers = {n.name: NUMBERS[n.name] for n in OBJECTIVES[name].numbers}
-    terms = LossTerms(
-        objective=objective_of(name, **numbers),
-        further=kl_and_entropy(kl_coef=0.1, kl_estimator="k3_weighted", entropy_coef=0.02),
-        grad_divisor=2.0,
-    )
-    token_fields = TokenFields(
-        **{n: fields[n] for n in ("targets", "mask", "old_logprobs", "advantages", "weights")},
-        corrections=torch.linspace(0, 2, 21, dtype=torch.float64),
-        ref_logprobs=fields["old_logprobs"] + 0.1,
-    )
-    policy_loss, found = PolicyLoss(terms, token_fields), []
-    for impl in ("triton", "torch"):
-        hidden, weight = fields["hidden"].clone().requires_grad_(), fields["weight"].clone().requires_grad_()
-        vocabulary = Vocabulary.of(len(weight))
-        out = policy_gradient_head_loss(hidden, weight, policy_loss, vocabulary, Head(impl=impl), grad_scale=3.0)
-        (out.loss * 3).backward()
-        found.append([out.loss.detach(), out.token_losses, out.term_losses, hidden.grad, weight.grad])
-    for ours, wanted in zip(*found, strict=True):
-        assert worst(ours, wanted.double()) <= 2e-5
-    assert bool(launches) == whole
 
 
 def test_in_float32_the_head_and_its_split_change_nothing():

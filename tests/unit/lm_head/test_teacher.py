@@ -9,7 +9,7 @@ from compare import tensor_error
 from reader_cases import FULL as KINDS
 from reader_cases import SHARE, ReaderCase
 
-from megatron_pg.batch.fields import TeacherStates, TermFields, TopK
+from megatron_pg.batch.fields import TeacherStates, TermFields
 from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import PolicyLoss, Vocabulary, policy_gradient_loss
 from megatron_pg.lm_head import Head, policy_gradient_head_loss, products
@@ -76,23 +76,6 @@ def test_a_teacher_that_is_the_student_teaches_nothing(kind, impl, dtype, mode):
     least = 0.0 if kind != "full_jsd" and not CUDA else 100 * torch.finfo(dtype).eps
     assert float(out.term_losses.abs().max()) <= least
     assert all(float(each.abs().max()) <= 100 * least for each in found)
-
-
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
-def test_it_is_the_divergence_over_as_many_likeliest_tokens_as_there_are(kind):
-    parts = Parts.draw(f"full_{kind}", torch.float64, is_shared=True)
-    fields, teacher = parts.policy_loss.fields, parts.policy_loss.fields.teacher_hidden
-    logits = (teacher.states @ parts.teacher_weight.t())[:, : parts.size]
-    logprobs = (logits / 0.7).log_softmax(1)[teacher.slots]
-    ids = torch.arange(parts.size).expand(len(logprobs), -1).int()
-    topk = TopK(ids=ids, logprobs=logprobs, tails=torch.zeros(len(ids), dtype=torch.float64))
-    term, *rest = parts.policy_loss.terms.further
-    named = replace(term, kind=f"topk_{kind}", tail_floor=1e-6)
-    other = replace(parts.policy_loss.terms, further=(named, *rest))
-    named_loss = PolicyLoss(other, replace(fields, teacher_hidden=None, teacher_topk=topk))
-    found, wanted = run(parts, Head(impl="torch")), run(replace(parts, policy_loss=named_loss), Head(impl="torch"))
-    assert tensor_error(found[0].term_losses, wanted[0].term_losses) <= 1e-13
-    assert all(tensor_error(*pair) <= 1e-12 for pair in zip(found[1:], wanted[1:], strict=True))
 
 
 @pytest.mark.parametrize(("impl", "dtype"), IMPLS)

@@ -55,15 +55,6 @@ def test_a_run_that_dies_before_its_first_step_touches_nothing(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"]
 
 
-def test_a_file_of_something_else_is_neither_continued_nor_overwritten(tmp_path):
-    path = tmp_path / "m.jsonl"
-    path.write_text("hello\n")
-    with pytest.raises(ValueError, match=r"m.jsonl:1 is not a line of a metrics file"):
-        MetricsFile(path)
-    assert path.read_text() == "hello\n"
-    assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"]
-
-
 def test_a_second_job_is_told_who_writes_the_file(tmp_path):
     path = tmp_path / "m.jsonl"
     first = MetricsFile(path)

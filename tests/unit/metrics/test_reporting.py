@@ -10,11 +10,6 @@ from megatron_pg.metrics.limits import LIMITS
 from megatron_pg.metrics.reporting import added_values, console_line, red_flag_line
 
 
-def test_the_console_line_shows_negative_values():
-    line = console_line(12, {"pg_loss": -0.0123, "grad_norm": 0.5, "num_tokens": 7})
-    assert line == "pg     12 | pg_loss -0.0123 | grad_norm +0.5"
-
-
 def test_the_console_line_marks_what_is_beyond_a_limit_and_shows_what_is_yours():
     values = {"pg_loss": 0.5, "kl_new_old": 0.002, "clamped_log_ratio_fraction": 0.25, "mine": 3.0, "skipped": False}
     line = console_line(3, values, ["mine"])

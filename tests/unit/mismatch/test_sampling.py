@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from samples import plain_sample
 
 from megatron_pg import Sample
 from megatron_pg.mismatch import sampling as module
@@ -49,13 +50,8 @@ def drawn(
 @pytest.mark.parametrize(
     "way",
     [
-        {"temperature": 0.7},
-        {"temperature": 1.4},
-        {"top_p": 0.9},
-        {"top_p": 0.8},
-        {"top_k": 10},
-        {"top_k": 32},
-        {"temperature": 0.7, "top_p": 0.9},
+        *({"temperature": 0.7}, {"temperature": 1.4}, {"top_p": 0.9}, {"top_p": 0.8}),
+        *({"top_k": 10}, {"top_k": 32}, {"temperature": 0.7, "top_p": 0.9}),
     ],
     ids=str,
 )
@@ -104,16 +100,8 @@ def test_without_topk_the_test_cannot_tell():
 
 
 def sample(number: int, topk: dict | None) -> Sample:
-    return Sample.build(
-        tokens=[1, 4, 7, 9],
-        response_length=3,
-        loss_mask=[1, 1, 0],
-        old_logprobs=[-1.0, -2.0, -3.0],
-        rollout_logprobs=[-1.0, -2.0, -3.0],
-        advantage=0.0,
-        rollout_topk=topk,
-        rollout_id=number,
-    )
+    logprobs = {name: [-1.0, -2.0, -3.0] for name in ("old_logprobs", "rollout_logprobs")}
+    return plain_sample(3, tokens=[1, 4, 7, 9], loss_mask=[1, 1, 0], **logprobs, rollout_topk=topk, rollout_id=number)
 
 
 def test_columns_hold_the_topk_in_order_and_the_rank_of_the_sampled_token():
@@ -143,15 +131,10 @@ def test_an_empty_row_of_the_likeliest_changes_no_estimate():
             ids = np.argsort(-logprobs, axis=1)[:, :4]
             tokens = [int(rng.choice(row[:2])) for row in ids]
             values = [float(logprobs[t, token]) for t, token in enumerate(tokens)]
-            topk = {
-                "ids": [[] if number == 0 and t < rows else row.tolist() for t, row in enumerate(ids)],
-                "logprobs": [
-                    [] if number == 0 and t < rows else logprobs[t, row].tolist() for t, row in enumerate(ids)
-                ],
-            }
+            shown = [[] if number == 0 and t < rows else row.tolist() for t, row in enumerate(ids)]
+            topk = {"ids": shown, "logprobs": [logprobs[t, row].tolist() for t, row in enumerate(shown)]}
             both = {"old_logprobs": values, "rollout_logprobs": values, "rollout_topk": topk}
-            fields = {"response_length": 12, "loss_mask": [1] * 12, "advantage": 0.0, "rollout_id": number}
-            samples.append(Sample.build(tokens=[0, *tokens], **fields, **both))
+            samples.append(plain_sample(12, tokens=[0, *tokens], rollout_id=number, **both))
         return gap_of(samples)
 
     whole, holed = sampling(gap(0), LEVEL), sampling(gap(1), LEVEL)

@@ -142,17 +142,6 @@ def test_groups_that_cannot_add_up_are_a_named_error_on_every_rank():
         )
 
 
-def test_uneven_groups_that_add_up_in_their_order_are_found():
-    rng = random.Random(5)
-    given = [
-        [[streams.document(rng, f"{rank}/{g}/{i}", f"{rank}/{g}") for i in range(size)] for g, size in enumerate(sizes)]
-        for rank, sizes in enumerate([[6, 4], [5, 5]])
-    ]
-    found = take_all(given, rule(10), PACKED)
-    assert [step.documents.num_documents for step in found[0].steps] == [10, 10]
-    assert sorted(names_of(found)) == sorted(all_names(given))
-
-
 def of_sizes(rng: random.Random, *sizes: list[int]) -> list:
     """Every rank's groups by their sizes."""
     return [
@@ -207,9 +196,8 @@ def test_exact_steps_of_uneven_groups_are_found_wherever_they_exist(full, eviden
             assert not any(rest)
         if len(found[0].steps) > 1:
             first = take_all(given, rule(n), PACKED, most_steps=1)
-            second = take_all(
-                given, rule(n), PACKED, position=Position.from_text(first[0].position.to_text(), len(given))
-            )
+            saved = Position.from_text(first[0].position.to_text(), len(given))
+            second = take_all(given, rule(n), PACKED, position=saved)
             for run, before, after in zip(found, first, second, strict=True):
                 expected = [(each.names, each.documents) for each in run.steps]
                 assert [(each.names, each.documents) for each in before.steps + after.steps] == expected
@@ -224,9 +212,8 @@ def test_documents_that_are_too_few_for_a_step_follow_the_flag(end, trained):
     found = take_all(given, rule(4, end=end), PADDED)
     check_ranks_agree(found)
     assert len(names_of(found)) == trained == found[0].position.documents_seen
-    assert {step.documents.documents_surplus for step in found[0].steps} == {
-        0
-    }  # nothing beyond N, in a partial step too
+    surplus = {step.documents.documents_surplus for step in found[0].steps}
+    assert surplus == {0}  # nothing beyond N, in a partial step too
     left = ", 3 are too few for a step of 4 and were left (--docs-per-step-end stop)" if end == "stop" else ""
     assert found[0].farewell == f"the documents have ended: {trained} were trained{left}"
 
@@ -252,15 +239,6 @@ def test_every_document_that_was_pulled_is_trained_or_waits():
     (step, *_), *_ = (run.steps for run in take_all(given, rule(12, "at_least"), PACKED, most_steps=1, change=counted))
     assert sum(pulled) == step.documents.num_documents + step.documents.documents_waiting
     assert step.documents.documents_waiting > 3
-
-
-def test_a_rank_without_data_takes_part_with_empty_microbatches():
-    rng = random.Random(7)
-    given = [streams.stream(rng, rank=0, num_groups=20), []]
-    found = take_all(given, rule(5), PACKED)
-    check_ranks_agree(found)
-    assert len(names_of(found)) == 20
-    assert all(part == [] for step in found[1].steps for part in step.names)
 
 
 @pytest.mark.parametrize("policy", ["exact", "at_least"])
@@ -311,19 +289,14 @@ def breaks(rank, source):
     yield from source
 
 
-def no_sample(rank, source):
-    yield {"tokens": [1]} if rank == 1 else next(source)
-    yield from source
+def gives(value: object):
+    """Rank 1's first group is this."""
 
+    def change(rank, source):
+        yield value if rank == 1 else next(source)
+        yield from source
 
-def nothing(rank, source):
-    yield None if rank == 1 else next(source)
-    yield from source
-
-
-def nothing_in_it(rank, source):
-    yield [] if rank == 1 else next(source)
-    yield from source
+    return change
 
 
 def twice(rank, source):
@@ -336,16 +309,12 @@ def twice(rank, source):
 @pytest.mark.parametrize(
     ("change", "packing", "message"),
     [
-        (
-            too_long,
-            PACKED,
-            "document long one has 65 tokens and a micro-batch holds 64 (--micro-batch-size x --seq-length)",
-        ),
+        (too_long, PACKED, "65 tokens and a micro-batch holds 64 (--micro-batch-size x --seq-length)"),
         (too_long, PADDED, "document long one has 65 tokens and a micro-batch holds 32 (--seq-length)"),
         (breaks, PACKED, "the sampler broke"),
-        (no_sample, PACKED, "the documents gave a dict, not a Sample or a list of Samples"),
-        (nothing, PACKED, "the documents gave a NoneType, not a Sample"),
-        (nothing_in_it, PACKED, "the documents gave an empty list, not a Sample"),
+        (gives({"tokens": [1]}), PACKED, "the documents gave a dict, not a Sample or a list of Samples"),
+        (gives(None), PACKED, "the documents gave a NoneType, not a Sample"),
+        (gives([]), PACKED, "the documents gave an empty list, not a Sample"),
         (twice, PACKED, "rollout_id '1/0/0' of document 1/0/0 is already in another group of this step"),
     ],
 )

@@ -47,25 +47,17 @@ def plan_on_ranks(cells, aggregation, tokens, rollouts, prompts):
 
 
 @pytest.mark.parametrize("aggregation", MODES)
-def test_the_worked_example(aggregation):
-    found = plan(TINY_TOKENS, aggregation, rollout_ids=TINY_ROLLOUTS, prompt_ids=TINY_PROMPTS)
-    assert found.denominators.tolist() == TINY_DENOMINATORS[aggregation]
-    assert found.denominators.dtype == torch.float64
-    assert (found.num_samples, found.num_rollouts, found.num_prompts, found.num_tokens) == (5, 4, 2, 32)
-    assert (
-        sum(m / d for m, d in zip(TINY_TOKENS, found.denominators.tolist(), strict=True)) == TINY_OBJECTIVE[aggregation]
-    )
-
-
-@pytest.mark.parametrize("aggregation", MODES)
 @pytest.mark.parametrize(
     "cells", [[[0, 1, 2, 3, 4]], [[4, 0], [3, 1, 2]], [[], [2, 3], [0, 1, 4]], [[0], [1], [2], [3, 4]]]
 )
 def test_denominators_do_not_depend_on_where_the_samples_are(aggregation, cells):
-    plans = plan_on_ranks(cells, aggregation, TINY_TOKENS, TINY_ROLLOUTS, TINY_PROMPTS)
+    plans, objective = plan_on_ranks(cells, aggregation, TINY_TOKENS, TINY_ROLLOUTS, TINY_PROMPTS), 0.0
     for cell, found in zip(cells, plans, strict=True):
         assert found.denominators.tolist() == [TINY_DENOMINATORS[aggregation][i] for i in cell]
-        assert (found.num_rollouts, found.num_prompts, found.num_tokens) == (4, 2, 32)
+        assert found.denominators.dtype == torch.float64
+        assert (found.num_samples, found.num_rollouts, found.num_prompts, found.num_tokens) == (5, 4, 2, 32)
+        objective += sum(TINY_TOKENS[i] / d for i, d in zip(cell, found.denominators.tolist(), strict=True))
+    assert objective == TINY_OBJECTIVE[aggregation]
 
 
 def test_random_steps_agree_with_counting_by_hand():
@@ -80,14 +72,20 @@ def test_random_steps_agree_with_counting_by_hand():
         rng.shuffle(order)
         cut = rng.randint(0, size)
         cells = [order[:cut], order[cut:]]
-        for found, cell in zip(plan_on_ranks(cells, "prompt_mean", tokens, rollouts, prompts), cells, strict=True):
-            for i, d in zip(cell, found.denominators.tolist(), strict=True):
-                group = sum(t for t, p in zip(tokens, prompts, strict=True) if p == prompts[i])
-                assert d == len(set(prompts)) * max(group, 1)
-        for found, cell in zip(plan_on_ranks(cells, "sample_mean", tokens, rollouts, prompts), cells, strict=True):
-            for i, d in zip(cell, found.denominators.tolist(), strict=True):
-                own = sum(t for t, r in zip(tokens, rollouts, strict=True) if r == rollouts[i])
-                assert d == len(set(rollouts)) * max(own, 1)
+        for aggregation, units in (("prompt_mean", prompts), ("sample_mean", rollouts)):
+            plans = plan_on_ranks(cells, aggregation, tokens, rollouts, prompts)
+            for found, cell in zip(plans, cells, strict=True):
+                for i, d in zip(cell, found.denominators.tolist(), strict=True):
+                    own = sum(t for t, unit in zip(tokens, units, strict=True) if unit == units[i])
+                    assert d == len(set(units)) * max(own, 1)
+
+
+def planned(batches: list, rule: PlanRule, group=None):
+    return plan_from_table(local_table_of(batches, rule, group), rule, error=None, group=group)
+
+
+def packed(samples: list[Sample], **layout):
+    return pack(samples, qkv_format="thd", **layout)
 
 
 def mixture() -> list[Sample]:
@@ -111,17 +109,11 @@ def mixture() -> list[Sample]:
     [("sample_mean", [6, 2], 3), ("prompt_mean", [4, 4], 3), ("token_mean", [4, 4], 3), ("constant", [20, 20], 10)],
 )
 def test_a_term_counts_its_own_tokens_alone(aggregation, sft, echo):
-    divisor = 10.0 if aggregation == "constant" else None
-    rule = PlanRule(
-        aggregation="sample_mean",
-        terms=(
-            OBJECTIVE,
-            *(LossTerm(name=n, kind="ce", aggregation=aggregation, divisor=divisor) for n in ("sft", "echo")),
-        ),
-    )
+    weighed = {"kind": "ce", "aggregation": aggregation, "divisor": divisor_of(aggregation, 10.0)}
+    terms = (OBJECTIVE, LossTerm(name="sft", **weighed), LossTerm(name="echo", **weighed))
+    rule = PlanRule(aggregation="sample_mean", terms=terms)
     samples = mixture()
-    table = local_table_of([pack(samples[:1], qkv_format="thd"), pack(samples[1:], qkv_format="thd")], rule, None)
-    found = plan_from_table(table, rule, error=None, group=None)
+    found = planned([packed(samples[:1]), packed(samples[1:])], rule)
     alone = plan([2, 0], "sample_mean", rollout_ids=["a", "b"], prompt_ids=["p", "p"])
     assert found.denominators[:2].tolist() == alone.denominators.tolist() == [4, 2]
     assert (found.num_rollouts, found.num_prompts, found.num_tokens) == (2, 1, 2)
@@ -134,20 +126,14 @@ def test_a_term_counts_its_own_tokens_alone(aggregation, sft, echo):
 
 
 def test_a_step_without_a_token_of_the_objective_trains_the_terms():
-    rule = PlanRule(
-        aggregation="sample_mean", terms=(OBJECTIVE, LossTerm(name="sft", kind="ce", aggregation="token_mean"))
-    )
-    table = local_table_of([pack(mixture()[2:], qkv_format="thd")], rule, None)
-    found = plan_from_table(table, rule, error=None, group=None)
+    sft = LossTerm(name="sft", kind="ce", aggregation="token_mean")
+    rule = PlanRule(aggregation="sample_mean", terms=(OBJECTIVE, sft))
+    found = planned([packed(mixture()[2:])], rule)
     assert (found.num_tokens, found.num_trained) == (0, 4)
     assert torch.isinf(found.denominators).all()
     empty = [dataclasses.replace(sample, loss_mask=sample.loss_mask & False) for sample in mixture()[2:]]
     with pytest.raises(StepPlanError, match="the step has no trained token"):
-        plan_from_table(local_table_of([pack(empty, qkv_format="thd")], rule, None), rule, error=None, group=None)
-
-
-def test_without_rollout_ids_every_sample_is_a_rollout():
-    assert plan([2, 6], "sample_mean").denominators.tolist() == [4.0, 12.0]
+        planned([packed(empty)], rule)
 
 
 def test_integer_and_string_ids_both_work_and_equal_ids_meet_across_ranks():
@@ -238,8 +224,8 @@ def test_counts_beyond_float32_and_int32_stay_exact():
         (
             [1, 1],
             "sample_mean",
-            {"rollout_ids": ["r", "r"], "prompt_ids": [4, "5"]},
-            "rollout 'r' belongs to prompt groups 4 and '5'",
+            {"rollout_ids": "rr", "prompt_ids": [4, "5"]},
+            "'r' belongs to prompt groups 4 and '5'",
         ),
         ([0, 0], "token_mean", {}, "the step has no trained token"),
         ([], "token_mean", {}, "the step has no trained token"),
@@ -329,9 +315,9 @@ def test_a_depth_has_a_denominator_of_its_own_tokens(aggregation):
             for length, mask, rollout, prompt in on[rank]
         ]
         group = threads.subgroup(lambda r: 0, 2, rank)
-        batches = [pack([sample], qkv_format="thd") for sample in samples]
-        batches += [pack([], qkv_format="thd") for _ in range(3 - len(batches))]
-        return plan_from_table(local_table_of(batches, rule, group), rule, error=None, group=group)
+        batches = [packed([sample]) for sample in samples]
+        batches += [packed([]) for _ in range(3 - len(batches))]
+        return planned(batches, rule, group)
 
     plans = threads.run(2, work)
     for depth in (1, 2):
@@ -351,10 +337,10 @@ def test_a_depth_counts_the_rollouts_that_the_policys_denominators_count():
     """Under `live` those with a token of the depth: two of the three, and one of them at depth 2."""
     rng = random.Random(0)
     samples = [make_sample(prompt_length=1, mask=mask, rng=rng) for mask in ([0, 0], [1, 1], [1, 1, 1])]
-    batches = [pack(samples, qkv_format="thd")]
+    batches = [packed(samples)]
     for denominator, expected in (("scheduled", [[3.0, 6.0], [3.0]]), ("live", [[2.0, 4.0], [1.0]])):
         rule = PlanRule(aggregation="sample_mean", denominator=denominator, depths=2, depth_aggregation="sample_mean")
-        plan = plan_from_table(local_table_of(batches, rule, None), rule, error=None, group=None)
+        plan = planned(batches, rule)
         assert plan.depth_counts == (3, 1)
         for depth, found in enumerate(plan.depth_denominators):
             assert found.tolist()[1 + depth :] == expected[depth]
@@ -371,8 +357,8 @@ def test_samples_of_two_ranks_without_rollout_ids_are_rollouts_of_their_own():
 def test_a_depth_that_no_token_reaches_weighs_nothing():
     sample = make_sample(prompt_length=1, mask=[1], rng=random.Random(0))
     rule = PlanRule(aggregation="sample_mean", depths=1)
-    batches = [pack([sample], qkv_format="thd")]
-    plan = plan_from_table(local_table_of(batches, rule, None), rule, error=None, group=None)
+    batches = [packed([sample])]
+    plan = planned(batches, rule)
     assert plan.depth_counts == (0,)
     assert plan.depth_denominators[0].tolist() == [math.inf]
 
@@ -390,9 +376,12 @@ def on_runs(samples, rng, *, num_ranks: int, num_microbatches: int) -> list[list
         dealt[rng.choice(places)].append(sample)
     for (_, run), part in dealt.items():
         for rank in run:
-            batch = pack(part, qkv_format="thd", cp_ranks=run)
+            batch = packed(part, cp_ranks=run)
             found[rank].append(dataclasses.replace(batch, num_missing=len(part)))
     return found
+
+
+TOTALS = ("num_samples", "num_rollouts", "num_prompts", "num_tokens", "num_response_tokens")
 
 
 @pytest.mark.parametrize("with_ids", [True, False])
@@ -410,23 +399,16 @@ def test_a_sample_that_lies_on_several_ranks_counts_once_and_all_have_its_denomi
 
     def work(rank: int):
         group = threads.subgroup(lambda r: 0, 4, rank)
-        return plan_from_table(local_table_of(ranks[rank], rule, group), rule, error=None, group=group)
+        return planned(ranks[rank], rule, group)
 
-    whole = plan_from_table(local_table_of([pack(samples, qkv_format="thd")], rule, None), rule, error=None, group=None)
+    whole = planned([packed(samples)], rule)
     expected = {id(sample): value for sample, value in zip(samples, whole.denominators.tolist(), strict=True)}
     brought = [batch for rank, own in enumerate(ranks) for batch in own if batch.cp_ranks.first == rank]
     for found, batches in zip(threads.run(4, work), ranks, strict=True):
         held = [sample for batch in batches for sample in batch.samples]
         assert found.denominators.tolist() == [expected[id(sample)] for sample in held]
         assert len(found.depth_denominators[0]) == len(held)
-        for total in (
-            "num_samples",
-            "num_rollouts",
-            "num_prompts",
-            "num_tokens",
-            "num_response_tokens",
-            "depth_counts",
-        ):
+        for total in (*TOTALS, "depth_counts"):
             assert getattr(found, total) == getattr(whole, total), total
         assert found.num_missing == len(samples)
         assert found.num_positions == sum(batch.num_positions for batch in brought)
@@ -438,16 +420,16 @@ def test_a_sample_that_lies_on_several_ranks_counts_once_and_all_have_its_denomi
 def test_a_micro_batch_that_its_ranks_have_otherwise_is_named_on_every_rank(mistake):
     rule, both = PlanRule(aggregation="token_mean"), ContextRanks(0, 2)
     one, two = (make_sample(prompt_length=1, mask=[1, 1], rng=random.Random(i)) for i in range(2))
-    right = [pack([one], qkv_format="thd", cp_ranks=both), pack([two], qkv_format="thd", cp_ranks=both)]
+    right = [packed([one], cp_ranks=both), packed([two], cp_ranks=both)]
     wrong = {
-        "another sample": [right[0], pack([one], qkv_format="thd", cp_ranks=both)],
-        "alone": [right[0], pack([two], qkv_format="thd", cp_ranks=ContextRanks(1, 1))],
+        "another sample": [right[0], packed([one], cp_ranks=both)],
+        "alone": [right[0], packed([two], cp_ranks=ContextRanks(1, 1))],
         "another place": right[::-1],
     }[mistake]
 
     def work(rank: int) -> str:
         group = threads.subgroup(lambda r: 0, 3, rank)
-        own = [pack([], qkv_format="thd", cp_ranks=ContextRanks(2, 1))] * 2
+        own = [packed([], cp_ranks=ContextRanks(2, 1))] * 2
         table = local_table_of([right, wrong, own][rank], rule, group)
         with pytest.raises(StepPlanError) as caught:
             plan_from_table(table, rule, error=None, group=group)

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import threads
+from samples import plain_sample
 
 from megatron_pg import StepPlanError, cut_microbatches, pack, plan_step
 from megatron_pg.batch import ContextRanks
@@ -15,16 +16,8 @@ from megatron_pg.rollouts.sample import Sample
 
 
 def sample(prompt: list[int], advantage: float, rollout_id, prompt_id, response: int = 3, **rest) -> Sample:
-    return Sample.build(
-        tokens=[*prompt, *range(1, response + 1)],
-        response_length=response,
-        loss_mask=[1] * response,
-        old_logprobs=[-1.0] * response,
-        advantage=advantage,
-        rollout_id=rollout_id,
-        prompt_id=prompt_id,
-        **rest,
-    )
+    ids = {"tokens": [*prompt, *range(1, response + 1)], "rollout_id": rollout_id, "prompt_id": prompt_id}
+    return plain_sample(response, advantage=advantage, **ids, **rest)
 
 
 def warning_of(ranks: list[list[Sample]], aggregation: str = "sample_mean", **rest) -> str | None:
@@ -47,17 +40,12 @@ def prompt_of(rng: random.Random, system: tuple[int, ...] = (7, 8, 9)) -> list[i
 def locally_numbered(counts: list[int], *, constant: bool = False) -> list[list[Sample]]:
     """`counts[r]` prompts of rank r, each with two rollouts, numbered from 0 on every rank."""
     rng = random.Random(3)
-    ranks = []
-    for count in counts:
-        prompts = [prompt_of(rng) for _ in range(count)]
-        ranks.append(
-            [
-                sample(prompt, 1.0 if constant else rng.gauss(0, 1), f"{n}-{i}", f"{n}")
-                for n, prompt in enumerate(prompts)
-                for i in range(2)
-            ]
-        )
-    return ranks
+    ranks = [[prompt_of(rng) for _ in range(count)] for count in counts]
+    advantage = lambda: 1.0 if constant else rng.gauss(0, 1)  # noqa: E731
+    return [
+        [sample(prompt, advantage(), f"{n}-{i}", f"{n}") for n, prompt in enumerate(prompts) for i in range(2)]
+        for prompts in ranks
+    ]
 
 
 @pytest.mark.parametrize("ranks", [[4, 4], [4, 3, 5], [1] * 4])
@@ -129,9 +117,8 @@ TERM = {"terms": (LossTerm(name="sft", kind="ce", aggregation="prompt_mean"),)}
 
 
 def supervised(rng: random.Random, rollout_id, prompt_id) -> Sample:
-    return dataclasses.replace(
-        sample(prompt_of(rng), 1.0, rollout_id, prompt_id), term="sft", old_logprobs=None, advantages=None
-    )
+    plain = sample(prompt_of(rng), 1.0, rollout_id, prompt_id)
+    return dataclasses.replace(plain, term="sft", old_logprobs=None, advantages=None)
 
 
 def test_ids_of_a_term_without_the_objective_are_compared_by_contexts():

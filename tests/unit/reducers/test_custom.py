@@ -1,5 +1,6 @@
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,13 +64,7 @@ def test_the_flag_is_passed_on(write):
     assert weights_of(write(EXISTING), per_token=True) == [1.0, 0.0, 1.0, 1.0]
 
 
-def test_our_default_reducer_works_as_theirs(write):
-    assert weights_of(write(OURS)) == [0.5, 0.0, 0.5, 1.0]
-
-
 def test_our_default_reducer_sees_whole_samples_under_context_parallelism(write, monkeypatch):
-    from types import SimpleNamespace
-
     state = SimpleNamespace(
         model_parallel_is_initialized=lambda: True,
         get_context_parallel_rank=lambda: 1,

@@ -4,10 +4,10 @@ import random
 import types
 
 import pytest
-from samples import make_sample
+from samples import make_sample, plain_sample
 from torch import nn
 
-from megatron_pg import Sample, pack
+from megatron_pg import pack
 from megatron_pg.plan.errors import ScheduleError
 from megatron_pg.step import experts
 
@@ -94,15 +94,7 @@ def test_unequal_rows_are_refused_where_one_coefficient_cannot_serve_them(releas
 
 
 def routed(chosen) -> list:
-    sample = Sample.build(
-        tokens=[1, 2, 3],
-        response_length=2,
-        loss_mask=[1, 1],
-        old_logprobs=[-1.0, -1.0],
-        advantage=1.0,
-        sample_id="s",
-        routed_experts=chosen,
-    )
+    sample = plain_sample(2, sample_id="s", routed_experts=chosen)
     return [pack([sample], qkv_format="thd")]
 
 
@@ -115,12 +107,7 @@ REPLAY = types.SimpleNamespace()
     [
         (GOOD, {}, None, "sample s has routed_experts, and without routing_replay"),
         (None, {}, REPLAY, "sample s has no routed_experts, which routing_replay needs of every sample"),
-        (
-            GOOD,
-            {"num_layers": 3},
-            REPLAY,
-            "of sample s are of 2 layers with 2 experts up to number 3, and the model has 3 layers",
-        ),
+        (GOOD, {"num_layers": 3}, REPLAY, "2 layers with 2 experts up to number 3, and the model has 3 layers"),
         (GOOD, {"moe_router_topk": 1}, REPLAY, "the model has 2 layers with 1 of 4 experts"),
         (GOOD, {"num_moe_experts": 3}, REPLAY, "the model has 2 layers with 2 of 3 experts"),
         (GOOD, {"num_moe_experts": None}, REPLAY, "num_moe_experts is None"),

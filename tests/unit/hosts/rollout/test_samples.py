@@ -13,19 +13,28 @@ from megatron_pg.hosts.rollout.trainer import _check_numbers
 ALONE = SimpleNamespace(size=lambda: 1)
 
 
-def samples(indices, rollout_ids=(0, 1, 2, 3)):
-    data = {
-        "tokens": [torch.tensor([1, 2, 3])] * 4,
-        "total_lengths": [3] * 4,
-        "response_lengths": [2] * 4,
-        "loss_masks": [torch.ones(2, dtype=torch.int)] * 4,
-        "log_probs": [torch.zeros(2)] * 4,
-        "advantages": [torch.ones(2)] * 4,
-        "rollout_ids": list(rollout_ids),
-        "sample_indices": list(indices),
+def rollout_of(**data) -> Rollout:
+    named = {"rollouts_per_step": "n", "old_logprobs": "log_probs", "rewards": None, "samples_per_prompt": 2}
+    return Rollout(data=data, **named)
+
+
+def data_of(tokens, lengths, values) -> dict:
+    """One rollout a sample; `values` are the advantages and log-probabilities of this rank."""
+    return {
+        "tokens": tokens,
+        "total_lengths": [len(each) for each in tokens],
+        "response_lengths": lengths,
+        "loss_masks": [torch.ones(n, dtype=torch.int) for n in lengths],
+        "log_probs": [-each for each in values],
+        "advantages": values,
+        "rollout_ids": list(range(len(tokens))),
+        "sample_indices": list(range(len(tokens))),
     }
-    rollout = Rollout(data=data, rollouts_per_step="n", old_logprobs="log_probs", rewards=None, samples_per_prompt=2)
-    return rollout.samples(ALONE)
+
+
+def samples(indices, rollout_ids=(0, 1, 2, 3)):
+    data = data_of([torch.tensor([1, 2, 3])] * 4, [2] * 4, [torch.ones(2)] * 4)
+    return rollout_of(**data | {"rollout_ids": list(rollout_ids), "sample_indices": list(indices)}).samples(ALONE)
 
 
 def test_responses_are_put_together_from_the_parts_of_every_context_parallel_rank():
@@ -37,19 +46,7 @@ def test_responses_are_put_together_from_the_parts_of_every_context_parallel_ran
         index = [response_index(len(t), n, cp_rank=rank, cp_size=2) for t, n in zip(tokens, length, strict=True)]
         parts = [values[i] for values, i in zip(whole, index, strict=True)]
         assert all(len(part) < n for part, n in zip(parts, length, strict=True))
-        data = {
-            "tokens": tokens,
-            "total_lengths": [8, 6],
-            "response_lengths": length,
-            "loss_masks": [torch.ones(n, dtype=torch.int) for n in length],
-            "log_probs": [-part for part in parts],
-            "advantages": parts,
-            "rollout_ids": [0, 1],
-            "sample_indices": [0, 1],
-        }
-        rollout = Rollout(
-            data=data, rollouts_per_step="n", old_logprobs="log_probs", rewards=None, samples_per_prompt=2
-        )
+        rollout = rollout_of(**data_of(tokens, length, parts))
         return [(sample.old_logprobs, sample.advantages) for sample in rollout.samples(group)]
 
     for found in threads.run(2, work):
@@ -59,8 +56,7 @@ def test_responses_are_put_together_from_the_parts_of_every_context_parallel_ran
 
 
 def test_steps_take_their_own_micro_batches():
-    data = {"micro_batch_indices": [[0, 1], [2], [3, 4], [5]], "num_microbatches": [2, 1, 1]}
-    rollout = Rollout(data=data, rollouts_per_step="n", old_logprobs="log_probs", rewards=None, samples_per_prompt=2)
+    rollout = rollout_of(micro_batch_indices=[[0, 1], [2], [3, 4], [5]], num_microbatches=[2, 1, 1])
     assert list(rollout.steps()) == [[[0, 1], [2]], [[3, 4]], [[5]]]
 
 

@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 import threads
 import torch
+from loss_terms import kl_and_entropy
 
 from megatron_pg.args import add_arguments
 from megatron_pg.batch import TokenFields
-from megatron_pg.declarations.loss_terms import LossTerm
+from megatron_pg.declarations.choices import AT_ONCE
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, device
 from megatron_pg.lm_head import Head, policy_gradient_head_loss, products
 from megatron_pg.lm_head.scaled_exp.head import logprobs_of
@@ -165,8 +166,8 @@ def test_tiles_that_rows_columns_and_width_do_not_fill(rows, columns, valid, wid
     monkeypatch.setattr(scaled_exp.Tiles, "of_width", lambda width: tiles)
     monkeypatch.setattr(products, "block_rows", lambda *_: 48)
     hidden, weight = torch.randn(rows, width), torch.randn(columns, width) * width**-0.5
-    fields = fields_of(rows, valid)
-    policy_loss = loss_of(fields, "reinforce")
+    fields = fields_of(rows, valid, ref_logprobs=torch.full((rows,), -5.0))
+    policy_loss = loss_of(fields, "reinforce", further=kl_and_entropy(kl_coef=0.3, kl_estimator="k3"))
     out, of_hidden, of_weight = run(hidden, weight, policy_loss, head_of("triton"), temperature=0.7, vocab_size=valid)
     wanted, *gradients = expected(hidden, weight, policy_loss, temperature=0.7, valid=valid)
     assert (out.logprobs.double() - wanted).abs().max() <= 4e-6
@@ -255,20 +256,17 @@ def test_formulas_of_the_log_probability_meet():
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("mode", "changes", "what"),
     [
-        (
-            {"further": (LossTerm(name="calm", kind="entropy", weight=0.1, aggregation="policy", on="rl"),)},
-            "an entropy",
-        ),
-        ({"opsm_anchor": "old_logprobs", "opsm_threshold": 0.1}, "reads whole sequences"),
+        ("scaled_exp", {"further": kl_and_entropy(entropy_coef=0.1)}, "an entropy"),
+        *((mode, {"opsm_anchor": "old_logprobs", "opsm_threshold": 0.1}, "reads whole sequences") for mode in AT_ONCE),
     ],
 )
-def test_losses_that_read_more_are_refused(changes, what):
+def test_losses_that_read_more_are_refused(mode, changes, what):
     policy_loss = loss_of(fields_of(4, 24))
     policy_loss = replace(policy_loss, terms=replace(policy_loss.terms, **changes))
-    with pytest.raises(ValueError, match=f"mode='scaled_exp' .*{what}"):
-        run(torch.randn(4, 16), torch.randn(24, 16), policy_loss, head_of("torch"))
+    with pytest.raises(ValueError, match=f"mode='{mode}' .*{what}"):
+        run(torch.randn(4, 16), torch.randn(24, 16), policy_loss, Head(mode=mode, impl="torch"))
 
 
 @pytest.mark.skipif(CUDA, reason="of float32, which the interpreter takes")

@@ -273,25 +273,6 @@ def test_a_step_of_rejected_tokens_is_refused_under_kept():
         planned(TRAINED, [0] * 5, "sample_mean", "kept")
 
 
-def test_the_published_scale_of_masked_samples():
-    """6 of 64 samples fully masked: scheduled is exactly 0.90625 of live."""
-    samples = [
-        make_sample(prompt_length=1, mask=[int(i >= 6)] * 2, rng=random.Random(i), sample_id=str(i)) for i in range(64)
-    ]
-    logits = [torch.randn(3, 12, dtype=torch.float64) for _ in samples]
-    scheduled, live = (
-        simulation.run_step(
-            samples,
-            logits,
-            Layout(data=2, microbatches=2),
-            simulation.settings("sample_mean", per_token=False, denominator=denominator),
-            random.Random(0),
-        ).reported
-        for denominator in ("scheduled", "live")
-    )
-    assert scheduled == pytest.approx(live * 58 / 64, rel=1e-13)
-
-
 @pytest.mark.parametrize("correction", ["icepop", "mis", "seq_mean_k3", "token_k1"])
 def test_rejected_tokens_have_no_gradient_and_are_counted_in_the_metrics(correction):
     rng = random.Random(correction)
