@@ -215,7 +215,7 @@ def test_a_message_is_read_whole(tmp_path, monkeypatch):
         "FLAWS = {'a': 'is noisy', 'b': None, 'c': 'is biased'}\n"
         "def rules(args, own) -> Violations:\n"
         "    for name, why in (('one_flag', 'scales the logits'), ('other', 'defers them')):\n"
-        "        yield f'E1 --{name.replace(\"_\", \"-\")} {why}; remove it'\n"
+        '        yield f\'E1 --{name.replace("_", "-")} {why}; remove it\'\n'
         "    for reader in readers(f'--no-message {args}'):\n"
         "        raise ArgumentError(list(sort(reader)))\n"
         "def readers(args) -> Iterator[str]:\n"
