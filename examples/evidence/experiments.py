@@ -185,7 +185,7 @@ class Runs:
 
     def launch(self, folder: Path, flags: list[str], arm: Arm) -> int:
         """Runs it; the exit code."""
-        environment = os.environ | {"PYTHON": sys.executable, "RUN_DIR": str(folder)}
+        environment = {"PYTHON": sys.executable} | os.environ | {"RUN_DIR": str(folder)}
         environment |= {"PROCESSES": str(arm.processes), "CACHED": "1" if arm.cached else ""}
         command = ["bash", str(ROOT / "examples" / self.scale.launcher), *flags]
         with (folder / "output.txt").open("a") as output:

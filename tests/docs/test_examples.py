@@ -152,51 +152,32 @@ def sampled_by_ranks(folder, full):
     return json.loads(done.stdout.split("FOUND")[1])
 
 
-SIZES = {
-    "prompts_per_rollout": 2,
-    "group_size": 2,
-    "global_batch_size": 4,
-    "exact_match_prompts": 2,
-    "docs_per_step": 0,
-    "num_experts": None,
-    "teacher": None,
-    "task": "digit_sort",
-    "seq_length": 12,
-    "cached_sampling": False,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "sequence_parallel": False,
-    "pg_fused_head": None,
-    "fp32_lm_head": False,
-    "demonstrations_per_step": 0,
-    "microbatch_means": None,
-    "loss_aggregation": "constant",
-    "top_p": 1.0,
-    "top_p_logprobs": "sampling_mask",
-    "teacher_num_layers": None,
-    "teacher_hidden_size": None,
-    "discard_rollouts": False,
-    "transformer_impl": "local",
-    "fp8": None,
-    "use_rope_scaling": False,
-    "rollouts": None,
-    "pg_vocab_size": 12,
-}
-WRONG = [
-    {"pg_vocab_size": 11},
-    {"task": "list_programs"},
-    {"cached_sampling": True},
-    {"cached_sampling": True, "task": "list_programs", "seq_length": 48, "context_parallel_size": 2},
-    {"demonstrations_per_step": 4},
-    {"demonstrations_per_step": 1, "rollouts": "x"},
-    {"microbatch_means": 2},
-    {"microbatch_means": 2, "demonstrations_per_step": 2},
-    {"top_p_logprobs": "engine"},
-    {"teacher_hidden_size": 8},
-    {"discard_rollouts": True, "docs_per_step": 4},
-    {"top_p": 0.0},
-    {"top_p": 0.9, "docs_per_step": 4},
-    {"fp8": "hybrid"},
+OFF = ("cached_sampling", "sequence_parallel", "fp32_lm_head", "discard_rollouts", "use_rope_scaling")
+ABSENT = ("num_experts", "teacher", "pg_fused_head", "microbatch_means", "teacher_num_layers", "teacher_hidden_size")
+SIZES = dict.fromkeys(OFF, False) | dict.fromkeys((*ABSENT, "fp8", "rollouts"))
+SIZES |= {"prompts_per_rollout": 2, "group_size": 2, "global_batch_size": 4, "exact_match_prompts": 2}
+SIZES |= {"task": "digit_sort", "seq_length": 12, "pg_vocab_size": 12, "docs_per_step": 0, "demonstrations_per_step": 0}
+SIZES |= {"pipeline_model_parallel_size": 1, "context_parallel_size": 1, "loss_aggregation": "constant"}
+SIZES |= {"top_p": 1.0, "top_p_logprobs": "sampling_mask", "transformer_impl": "local"}
+MICROBATCHES = "--microbatch-means 2 needs --loss-aggregation token_mean (not constant), one data-parallel rank (not 1)"
+DEMONSTRATED = "--microbatch-means 2 reweighs advantages, and the samples of --demonstrations-per-step 2 have none"
+NO_DIGITS = "--seq-length 12 is shorter than a prompt and its longest response of --task list_programs"
+PROGRAMS = {"cached_sampling": True, "task": "list_programs", "seq_length": 48, "context_parallel_size": 2}
+WRONG = [  # sizes, and what the example says of them
+    ({"pg_vocab_size": 11}, "--pg-vocab-size 11 is smaller than the task's vocabulary of 12 tokens"),
+    ({"task": "list_programs"}, NO_DIGITS),
+    ({"cached_sampling": True}, "--cached-sampling does not support --task digit_sort"),
+    (PROGRAMS, "--cached-sampling does not support context parallelism"),
+    ({"demonstrations_per_step": 4}, "--demonstrations-per-step 4 is not a multiple of"),
+    ({"demonstrations_per_step": 1, "rollouts": "x"}, "-per-step 1 needs rollouts that this run samples in steps"),
+    ({"microbatch_means": 2}, MICROBATCHES),
+    ({"microbatch_means": 2, "demonstrations_per_step": 2}, DEMONSTRATED),
+    ({"top_p_logprobs": "engine"}, "--top-p-logprobs engine without --top-p"),
+    ({"teacher_hidden_size": 8}, "--teacher-hidden-size without"),
+    ({"discard_rollouts": True, "docs_per_step": 4}, "--discard-rollouts with"),
+    ({"top_p": 0.0}, "--top-p 0.0 is not valid: it must be above 0"),
+    ({"top_p": 0.9, "docs_per_step": 4}, "--top-p 0.9 is not valid: it must be above 0"),
+    ({"fp8": "hybrid"}, "--fp8-format hybrid has no effect on the layers of --transformer-impl local"),
 ]
 REFUSED = """\
 import train_grpo, types
@@ -227,35 +208,14 @@ for pattern in ('M-*-', '*E'):
 @launches.launch
 def refusals(folder, full):
     """What the example says of a sample and of sizes; in its own process: it patches torch when there is no GPU."""
-    code = f"sizes = {SIZES!r}\nwrong = {WRONG!r}\n{REFUSED}"
+    code = f"sizes = {SIZES!r}\nwrong = {[sizes for sizes, _ in WRONG]!r}\n{REFUSED}"
     done = processes.run_warm("-c", code)
     return done.stdout
 
 
 def test_the_example_refuses_sizes_that_do_not_divide_and_files_that_do_not_fit(refusals):
     assert "has 3 tokens up to id 13; the model takes 4 tokens" in refusals
-    assert "--pg-vocab-size 11 is smaller than the task's vocabulary of 12 tokens" in refusals
-    assert "--seq-length 12 is shorter than a prompt and its longest response of --task list_programs" in refusals
-    assert "--cached-sampling does not support --task digit_sort" in refusals
-    assert "--cached-sampling does not support context parallelism" in refusals
-    assert "--demonstrations-per-step 4 is not a multiple of" in refusals
-    assert "--demonstrations-per-step 1 needs rollouts that this run samples in steps" in refusals
-    assert (
-        "--microbatch-means 2 needs --loss-aggregation token_mean (not constant), one data-parallel rank (not 1)"
-        in refusals
-    )
-    assert (
-        "--microbatch-means 2 reweighs advantages, and the samples of --demonstrations-per-step 2 have none" in refusals
-    )
-    for ignored in (
-        "--top-p-logprobs engine without --top-p",
-        "--teacher-hidden-size without",
-        "--discard-rollouts with",
-    ):
-        assert ignored in refusals
-    assert "--top-p 0.0 is not valid: it must be above 0" in refusals
-    assert "--top-p 0.9 is not valid: it must be above 0" in refusals
-    assert "--fp8-format hybrid has no effect on the layers of --transformer-impl local" in refusals
+    assert [message for _, message in WRONG if message not in refusals] == []
     assert "--use-rope-scaling has no effect on the model of --hybrid-layer-pattern" in refusals
     assert "--hybrid-layer-pattern M-*- has M, which --transformer-impl local cannot build" in refusals
     assert "--hybrid-layer-pattern *E has layers of experts, and their number is not given" in refusals

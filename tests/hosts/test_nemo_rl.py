@@ -9,8 +9,9 @@ import nemo_stand_in
 import processes
 import pytest
 import torch
+from host_cases import error as host_error
 from host_cases import refused_flags
-from nemo_oracle import BETA, CAP, DIVISOR, HIGH, LOW, TIS_HIGH, TIS_LOW, Case
+from nemo_oracle import BETA, CAP, DIVISOR, HIGH, PLAIN, TIS, Case
 from nemo_stand_in import Options, master_config
 
 from megatron_pg import ArgumentError
@@ -21,13 +22,6 @@ from megatron_pg.nemo_rl import PolicyGradientLossFn, install, main
 from megatron_pg.plan.errors import NonFiniteLossError, StepPlanError
 
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_pg.ArgumentWarning")  # about a reducer, and about gspo's clip
-TIS = {
-    "use_importance_sampling_correction": True,
-    "truncated_importance_sampling_type": "tis",
-    "truncated_importance_sampling_ratio": TIS_HIGH,
-    "truncated_importance_sampling_ratio_min": TIS_LOW,
-}
-PLAIN = {"ratio_clip_min": LOW, "ratio_clip_max": HIGH, "reference_policy_kl_penalty": 0.0}
 
 
 @pytest.fixture(autouse=True)
@@ -59,10 +53,7 @@ def expected(case: Case, steps: int = 1) -> list[nemo_oracle.Found]:
 
 
 def error(found: list, wanted: list[nemo_oracle.Found]) -> float:
-    pairs = [
-        (f.double(), w) for step, all_ in zip(found, wanted, strict=True) for f, w in zip(step, all_[0], strict=True)
-    ]
-    return max(float((f - w).abs().max() / w.abs().max()) for f, w in pairs)
+    return max(host_error(step, of_step.gradients) for step, of_step in zip(found, wanted, strict=True))
 
 
 CASES = {

@@ -82,10 +82,10 @@ def loop(request, stand_in, slime, miles) -> Loop:
     [pytest.param(loop, marks=pytest.mark.proof(text), id=" ".join(loop)) for loop, text in LOOPS.items()],
     indirect=True,
 )
-def test_gradients_are_those_of_plain_loops(loop, evidence):
+def test_gradients_are_those_of_plain_loops(loop, full, evidence):
     of_cases = [pair for layout in LAYOUTS for pair in loop.found[layout]["errors"].items()]
     errors = [error for _, error in of_cases]
-    assert len(errors) >= 3 * 16
+    assert len(errors) >= (3 * 16 if full else 16)
     assert max(error for name, error in of_cases if ", scaled_exp, " not in name) < LIMIT
     evidence(cases=len(errors), worst=max(errors), tolerance=OF_SCALED_EXP)
 

@@ -108,7 +108,7 @@ def layout(request):
 
 def number_of_cases(layout: Layout, dtype: torch.dtype, full: bool) -> int:
     """At least one of each aggregation and contract; large worlds cost more."""
-    return 830 // layout.world_size if full else {torch.float64: 20, torch.float32: 10}[dtype]
+    return 830 // layout.world_size if full else {torch.float64: 10, torch.float32: 10}[dtype]
 
 
 def shown(dtype: torch.dtype, kind: str, what: str):

@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import launches
@@ -22,11 +21,25 @@ START = f"{SMALL} --warm-up-iters 4 --train-iters 4"
 ARMS = f"{SMALL} --warm-up-iters 4 --save-interval 2 --train-iters"
 
 
-def program(folder: Path, what: str, *flags: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "examples/evidence/experiments.py"), what, *flags]
+# An arm that ends after step 7, as if it had been cut.
+CUT = """\
+import sys
+from pathlib import Path
+from evidence import experiments
+
+folder, start_flags, arm_flags = sys.argv[1:]
+runs = experiments.Runs(Path(folder), experiments.SCALES["cpu"], start_flags=start_flags, arm_flags=arm_flags)
+runs.train("start", 1)
+cut = runs.of("float32-head", 1)
+cut.mkdir()
+sys.exit(runs.launch(cut, runs.flags("float32-head", 1, cut / "saved"), experiments.ARMS["float32-head"]))
+"""
+
+
+def program(folder: Path, what: str, *flags: str, check: bool = True) -> subprocess.CompletedProcess:
+    script = str(ROOT / "examples/evidence/experiments.py")
     given = ["--scale", "cpu", "--seeds", "1", "--runs", str(folder)]
-    environment = processes.environment()
-    return subprocess.run([*command, *given], capture_output=True, text=True, check=False, env=environment, cwd=folder)
+    return processes.run_warm(script, what, *flags, *given, check=check)
 
 
 @pytest.mark.filterwarnings(
@@ -54,16 +67,10 @@ def test_the_flags_of_every_arm_are_accepted(scale, tmp_path):
 def shown(folder, full):
     """Arms of five steps, of which the command finds the warm start and three steps of one."""
     experiments = [*evidence.EXPERIMENTS] if full else ["head"]
-    runs = evidence.Runs(folder, evidence.SCALES["cpu"], start_flags=START, arm_flags=f"{ARMS} 7")
-    runs.train("start", 1)
-    cut = runs.of("float32-head", 1)
-    cut.mkdir()
-    assert runs.launch(cut, runs.flags("float32-head", 1, cut / "saved"), evidence.ARMS["float32-head"]) == 0
+    processes.run_warm("-c", CUT, str(folder), START, f"{ARMS} 7")
     done = program(folder, "run", *experiments, "--jobs", "1", f"--start-flags={START}", f"--arm-flags={ARMS} 9")
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "start-1" not in done.stdout
     printed = program(folder, "show", *experiments, "--json", str(folder / "shown"))
-    assert printed.returncode == 0, printed.stderr
     return folder, experiments, printed.stdout
 
 
@@ -88,7 +95,7 @@ def test_a_run_that_was_cut_goes_on_from_its_checkpoint(shown):
 
 
 def test_an_experiment_that_is_none_is_named(tmp_path):
-    found = program(tmp_path, "run", "heads")
+    found = program(tmp_path, "run", "heads", check=False)
     assert found.returncode == 2
     assert "heads is none of aggregation, microbatches" in found.stderr
     assert not list(tmp_path.iterdir())

@@ -15,7 +15,14 @@ from megatron_pg.cli import main
 from megatron_pg.cli.command_line import read_command_line
 
 SHORT = example_runs.words_of(
-    {"warm-up-iters": 1, "train-iters": 5, "exact-match-interval": 2, "progress-interval": 1, "lr-warmup-iters": 1}
+    {
+        "warm-up-iters": 1,
+        "train-iters": 5,
+        "exact-match-interval": 2,
+        "exact-match-prompts": 16,
+        "progress-interval": 1,
+        "lr-warmup-iters": 1,
+    }
 )
 
 DIVISORS = (6, 12)

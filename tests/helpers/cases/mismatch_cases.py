@@ -35,6 +35,7 @@ class Drawn:
     def records(self) -> list[dict]:
         """The samples as lines of a rollout file."""
         length = self.engine.shape[1]
+        origins = {"weight_version": self.weight_version, "worker": self.worker, "data_parallel_rank": self.rank}
         return [
             {
                 "step": self.step[i],
@@ -48,15 +49,7 @@ class Drawn:
                 "reward": 0.0,
                 "advantage": 0.0,
             }
-            | {
-                name: values[i]
-                for name, values in (
-                    ("weight_version", self.weight_version),
-                    ("worker", self.worker),
-                    ("data_parallel_rank", self.rank),
-                )
-                if values[i] is not None
-            }
+            | {name: values[i] for name, values in origins.items() if values[i] is not None}
             | ({} if self.topk is None else {"rollout_topk": self._topk(i)})
             for i in range(len(self.step))
         ]
@@ -95,6 +88,11 @@ class World:
         """[B, L, V] float32, of the response tokens."""
         parameters = parameters or self.parameters
         return self.sharpness * head(parameters, hidden(parameters, tokens[:, :-1], drop=drop)[:, PROMPT - 1 :])
+
+    def disturbed(self, size: float, generator: torch.Generator) -> Parameters:
+        """Other weights: a step of random directions and of this size."""
+        draw = lambda value: torch.randn(value.shape, generator=generator) * value.std()  # noqa: E731
+        return {name: value + size * draw(value) for name, value in self.parameters.items()}
 
     def noisy_logits(self, tokens: Tensor) -> Tensor:
         """Those of a forward in bfloat16, its error scaled by `noise`."""
@@ -199,13 +197,10 @@ def template(world: World, drawn: Drawn, size: int, rng: random.Random) -> Drawn
 def staleness(world: World, drawn: Drawn, size: float, rng: random.Random) -> Drawn:
     """The trainer's weights have gone on since the engine's, by a step of random directions for each version."""
     versions = [max(step - rng.randrange(8), 0) for step in drawn.step]
-    generator, trainer = world.generator(6), drawn.trainer.clone()
-    step = {
-        name: torch.randn(value.shape, generator=generator) * value.std() for name, value in world.parameters.items()
-    }
+    trainer = drawn.trainer.clone()
     for lag in {a - b for a, b in zip(drawn.step, versions, strict=True)} - {0}:
         rows = torch.tensor([a - b == lag for a, b in zip(drawn.step, versions, strict=True)])
-        later = {name: value + size * lag * step[name] for name, value in world.parameters.items()}
+        later = world.disturbed(size * lag, world.generator(6))
         new = of_tokens(world.logits(drawn.tokens[rows], later), drawn.tokens[rows])
         trainer[rows] = _moved(world, replace(drawn, tokens=drawn.tokens[rows], trainer=trainer[rows]), new).trainer
     return replace(drawn, trainer=trainer, weight_version=versions)
@@ -219,10 +214,7 @@ def head_precision(world: World, drawn: Drawn, size: float, rng: random.Random) 
 def routing(world: World, drawn: Drawn, size: float, rng: random.Random) -> Drawn:
     """A share of the tokens went through other experts: their logits are those of disturbed weights."""
     generator = world.generator(7)
-    step = {
-        name: torch.randn(value.shape, generator=generator) * value.std() for name, value in world.parameters.items()
-    }
-    later = {name: value + 0.15 * step[name] for name, value in world.parameters.items()}
+    later = world.disturbed(0.15, generator)
     moved = _moved(world, drawn, of_tokens(world.logits(drawn.tokens, later), drawn.tokens)).trainer
     rates = torch.tensor([[size * rng.choice([0.2, 0.5, 2.3])] for _ in drawn.step])
     hit = torch.rand(drawn.engine.shape, generator=generator) < rates
@@ -243,11 +235,7 @@ def group(world: World, drawn: Drawn, size: float, rng: random.Random) -> Drawn:
     workers = [f"engine-{rng.randrange(6)}" for _ in drawn.step]
     ranks = [rng.randrange(4) for _ in drawn.step]
     bad = [w == "engine-3" if by_worker else r == 2 for w, r in zip(workers, ranks, strict=True)]
-    generator = world.generator(8)
-    step = {
-        name: torch.randn(value.shape, generator=generator) * value.std() for name, value in world.parameters.items()
-    }
-    later = {name: value + size * step[name] for name, value in world.parameters.items()}
+    later = world.disturbed(size, world.generator(8))
     moved = _moved(world, drawn, of_tokens(world.logits(drawn.tokens, later), drawn.tokens)).trainer
     trainer = torch.where(torch.tensor(bad)[:, None], moved, drawn.trainer)
     return replace(drawn, trainer=trainer, worker=workers, rank=ranks)
@@ -314,21 +302,8 @@ def faulty(world: World, faults: dict[str, str]) -> Drawn:
     if "sampling" in faults:
         way = rng.choice(WAYS[faults["sampling"]])
         drawn = clean(world, lambda logits: way(choose(logits)), reports=choose)
-    order = (
-        "temperature",
-        "padding",
-        "head_precision",
-        "vocabulary",
-        "dropout",
-        "template",
-        "staleness",
-        "routing",
-        "group",
-        "bfloat16_grid",
-        "shift",
-        "other_samples",
-    )
-    for cause in order:
+    order = "temperature padding head_precision vocabulary dropout template staleness routing group bfloat16_grid shift"
+    for cause in [*order.split(), "other_samples"]:
         if cause in faults:
             fault, sizes = FAULTS[cause]
             drawn = fault(world, drawn, sizes[STRENGTHS.index(faults[cause])], rng)

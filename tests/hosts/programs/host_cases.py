@@ -33,11 +33,8 @@ LAYOUTS = {  # sizes that are not 1
     "tp2": {"tensor_model_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
 }
-AGGREGATIONS = {
-    "sample_mean": {"loss_aggregation": "sample_mean"},
-    "prompt_mean": {"loss_aggregation": "prompt_mean"},
-    "token_mean": {"loss_aggregation": "token_mean"},
-    "constant": {"loss_aggregation": "constant", "loss_aggregation_divisor": 4096.0},
+AGGREGATIONS = {name: {"loss_aggregation": name} for name in ("sample_mean", "prompt_mean", "token_mean")} | {
+    "constant": {"loss_aggregation": "constant", "loss_aggregation_divisor": 4096.0}
 }
 HEADS = {"logits": {}} | {mode: {"pg_fused_head": mode} for mode in HEAD_MODES}
 SFT_WEIGHT = 0.25
@@ -60,10 +57,8 @@ TERMS = {  # for hosts whose batches contain a teacher's log-probabilities and t
     ),
     "sft": ({**_CLIP, "pg_term": [f"sft:ce,weight={SFT_WEIGHT}"]}, {}),
     "top_p": (_CLIP, {}),  # whose samples say what could be sampled
-    "their tis": (
-        _CLIP,
-        {"correction": "tis", "correction_low": TIS[0], "correction_high": TIS[1]},
-    ),  # by the host's flags
+    # by the host's flags
+    "their tis": (_CLIP, {"correction": "tis", "correction_low": TIS[0], "correction_high": TIS[1]}),
 }
 
 
@@ -112,19 +107,18 @@ def cases(full: bool) -> Iterator[Case]:
         pairs = enumerate(itertools.product(AGGREGATIONS, OBJECTIVES))
         heads = list(HEADS)
         drawn = [(*pair, heads[i % 4 ^ i // 4], i % 3 == 0, steps[(i + i // 4) % 4]) for i, pair in pairs]
-    for aggregation, objective, head, per_token, (count, fan_out) in drawn:
-        if head in AT_ONCE and objective == "gspo":
-            if full:
-                continue
-            head = "recompute"
-        yield Case(
-            aggregation=aggregation,
-            objective=objective,
-            head=head,
-            per_token=per_token,
-            rollouts_per_step=count,
-            fan_out=fan_out,
-        )
+    names = ("aggregation", "objective", "head", "per_token", "rollouts_per_step", "fan_out")
+    for *words, steps_of in drawn:
+        case = Case(**dict(zip(names, (*words, *steps_of), strict=True)))
+        if case.head not in AT_ONCE or case.objective != "gspo":
+            yield case
+        elif not full:
+            yield replace(case, head="recompute")
+
+
+def cases_of(layout: str, *, full: bool) -> list[Case]:
+    """Every case; in the default tier those of one layout, because each case runs in one of them."""
+    return [*cases(full=True)] if full else [*cases(full=False)][[*LAYOUTS].index(layout) :: len(LAYOUTS)]
 
 
 def samples(*, fan_out: bool = False, masked: int | None = 6) -> list[Sample]:
@@ -167,10 +161,8 @@ class Toy(MegatronModule):
         super().__init__(config)
         embedding, head = parameters()
         self.model_type = ModelType.encoder_or_decoder
-        self.pre_process, self.post_process = (
-            parallel_state.is_pipeline_first_stage(),
-            parallel_state.is_pipeline_last_stage(),
-        )
+        self.pre_process = parallel_state.is_pipeline_first_stage()
+        self.post_process = parallel_state.is_pipeline_last_stage()
         self.share_embeddings_and_output_weights, self.position_embedding_type = False, "none"  # finalize reads them
         self.vocab_size = VOCABULARY
         self._given = None  # by the stage before

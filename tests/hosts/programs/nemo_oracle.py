@@ -17,25 +17,20 @@ LENGTHS = [1, 7, 2, 9, 5, 3, 8, 1, 6, 4, 6, 2, 3, 7, 5, 4]  # of the responses
 PER_PROMPT, LEFT_OUT = 4, 6  # rows of a prompt; a row whose sample mask is 0
 LOW, HIGH, CAP, DIVISOR, BETA = 0.2, 0.28, 1.28, 4096.0, 0.05
 TIS_LOW, TIS_HIGH = 0.6, 1.6
+VALUES = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")  # of tokens
+# NeMo-RL's options: of a truncated correction, and of a loss without a KL penalty
+TIS = {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis"}
+TIS |= {"truncated_importance_sampling_ratio": TIS_HIGH, "truncated_importance_sampling_ratio_min": TIS_LOW}
+PLAIN = {"ratio_clip_min": LOW, "ratio_clip_max": HIGH, "reference_policy_kl_penalty": 0.0}
 
 
 def batch() -> dict[str, Tensor]:
     """Padded rows, four of each prompt; a token's values stand at its own position."""
     rng, rows = random.Random(5), len(LENGTHS)
-    found = {
+    found = {name: torch.zeros(rows, WIDTH) for name in ("token_mask", *VALUES)} | {
         "input_ids": torch.zeros(rows, WIDTH, dtype=torch.int64),
         "input_lengths": torch.zeros(rows, dtype=torch.int64),
         "sample_mask": torch.ones(rows),
-        **{
-            name: torch.zeros(rows, WIDTH)
-            for name in (
-                "token_mask",
-                "advantages",
-                "prev_logprobs",
-                "generation_logprobs",
-                "reference_policy_logprobs",
-            )
-        },
     }
     found["sample_mask"][LEFT_OUT] = 0.0
     for i, length in enumerate(LENGTHS):
@@ -59,8 +54,7 @@ def batch() -> dict[str, Tensor]:
 def with_holes(found: dict[str, Tensor]) -> dict[str, Tensor]:
     """With NaN where no token is trained, which must reach nothing."""
     trained = (found["token_mask"] * found["sample_mask"][:, None]).bool()
-    names = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
-    return found | {name: torch.where(trained, found[name], torch.nan) for name in names}
+    return found | {name: torch.where(trained, found[name], torch.nan) for name in VALUES}
 
 
 class Row(NamedTuple):
@@ -79,10 +73,7 @@ def rows_of(found: dict[str, Tensor], first: int, last: int) -> list[Row]:
         length = int(found["input_lengths"][i])
         tokens, mask = found["input_ids"][i, :length].tolist(), found["token_mask"][i].tolist()
         trained = [t for t in range(1, length) if mask[t]]
-        values = {
-            name: found[name][i].double().tolist()
-            for name in ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
-        }
+        values = {name: found[name][i].double().tolist() for name in VALUES}
         is_counted = float(found["sample_mask"][i]) != 0
         rows.append(Row(tokens, trained if is_counted else [], is_counted, values, tuple(tokens[: trained[0]])))
     return rows
@@ -137,12 +128,7 @@ def oracle(parameters: Sequence[Tensor], rows: Sequence[Row], case: Case) -> Fou
 
 def _document(row: Row, embedding: np.ndarray, head: np.ndarray) -> Document:
     """All tokens but the first, of which some are trained."""
-    fields = {
-        "old": "prev_logprobs",
-        "advantages": "advantages",
-        "rollout": "generation_logprobs",
-        "ref": "reference_policy_logprobs",
-    }
+    fields = dict(zip(("advantages", "old", "rollout", "ref"), VALUES, strict=True))
     mask = np.zeros(len(row.tokens) - 1, dtype=bool)
     mask[np.array(row.trained, dtype=int) - 1] = True
     return Document(

@@ -13,16 +13,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import MegatronModule, TransformerConfig
-from nemo_oracle import BETA, CAP, DIVISOR, HIGH, LOW, TIS_HIGH, TIS_LOW, VOCABULARY, Case, Found
+from nemo_oracle import BETA, CAP, DIVISOR, LOW, PLAIN, TIS, VOCABULARY, Case, Found
 from torch import Tensor
 
 ROWS = len(nemo_oracle.LENGTHS)
-TIS = {
-    "use_importance_sampling_correction": True,
-    "truncated_importance_sampling_type": "tis",
-    "truncated_importance_sampling_ratio": TIS_HIGH,
-    "truncated_importance_sampling_ratio_min": TIS_LOW,
-}
 # Objectives: what NeMo-RL's options say, and the oracle's case.
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({}, {}),
@@ -37,7 +31,6 @@ LAYOUTS = {  # context- and tensor-parallel size, and how rows make micro-batche
     "cp2, packed": (2, 1, "packed"),
     "tp2, packed": (1, 2, "packed"),
 }
-PLAIN = {"ratio_clip_min": LOW, "ratio_clip_max": HIGH, "reference_policy_kl_penalty": 0.0}
 UNCLAMPED = {"kl_input_clamp_value": None, "kl_output_clamp_value": None}
 
 
@@ -143,15 +136,8 @@ def ours(*, rows: str, steps_of: int) -> tuple[dict[str, float], float]:
 
 
 # Metrics by their names in the log; what NeMo-RL's own loss logs under the others' names.
-HOST = (
-    "loss",
-    "num_valid_samples",
-    "token_mult_prob_error",
-    "gen_kl_error",
-    "policy_kl_error",
-    "js_divergence_error",
-    "sampling_importance_ratio",
-)
+HOST = ("loss", "num_valid_samples", "token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error")
+HOST += ("sampling_importance_ratio",)
 MEANS = ("new_logprobs", "old_logprobs", "ratio_new_old", "mean_abs_log_ratio", "kl_new_old", "advantage")
 
 
@@ -217,13 +203,11 @@ def beside_each_other(*, rows: str) -> dict[str, float]:
 def first_step() -> dict[str, list[float]]:
     """Loss and gradient norm of the first step under NeMo-RL's defaults, theirs and ours."""
     found = {}
-    for name, module in {"theirs": "nemo_rl.algorithms.loss", "ours": "megatron_pg.nemo_rl"}.items():
-        loss_class = getattr(
-            importlib.import_module(module), "ClippedPGLossFn" if name == "theirs" else "PolicyGradientLossFn"
-        )
-        gradients, logged = train(
-            loss_class(options(reference_policy_kl_penalty=0.01, ratio_clip_max=LOW)), rows="padded"
-        )
+    classes = {"theirs": ("nemo_rl.algorithms.loss", "ClippedPGLossFn")}
+    classes["ours"] = ("megatron_pg.nemo_rl", "PolicyGradientLossFn")
+    given = options(reference_policy_kl_penalty=0.01, ratio_clip_max=LOW)
+    for name, (module, class_name) in classes.items():
+        gradients, logged = train(getattr(importlib.import_module(module), class_name)(given), rows="padded")
         norm = torch.cat([gradient.flatten() for gradient in gradients[0]]).double().norm()
         found[name] = [logged["loss"], float(norm)]
     return found

@@ -12,27 +12,25 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 RANKS, ROWS = 2, 2  # data-parallel ranks, one after the other, and rows of a padded micro-batch
-DEFAULTS = {
-    "disable_ppo_ratio": False,
-    "token_level_loss": True,
-    "sequence_level_importance_ratios": False,
-    "ratio_clip_min": 0.2,
-    "ratio_clip_max": 0.2,
-    "ratio_clip_c": None,
-    "reference_policy_kl_penalty": 0.01,
-    "reference_policy_kl_type": "k3",
-    "kl_input_clamp_value": 20.0,
-    "kl_output_clamp_value": 10.0,
-    "use_kl_in_reward": False,
-    "use_importance_sampling_correction": False,
-    "truncated_importance_sampling_type": None,
-    "truncated_importance_sampling_ratio": None,
-    "truncated_importance_sampling_ratio_min": None,
-    "use_on_policy_kl_approximation": False,
-    "force_on_policy_ratio": False,
-    "use_cispo": False,
-    "positive_example_nll_weight": 0.0,
-}
+OFF = (
+    *("disable_ppo_ratio", "sequence_level_importance_ratios", "use_kl_in_reward", "use_cispo"),
+    *("use_importance_sampling_correction", "use_on_policy_kl_approximation", "force_on_policy_ratio"),
+)
+ABSENT = ("ratio_clip_c", *(f"truncated_importance_sampling_{name}" for name in ("type", "ratio", "ratio_min")))
+DEFAULTS = (
+    dict.fromkeys(OFF, False)
+    | dict.fromkeys(ABSENT)
+    | {
+        "token_level_loss": True,
+        "ratio_clip_min": 0.2,
+        "ratio_clip_max": 0.2,
+        "reference_policy_kl_penalty": 0.01,
+        "reference_policy_kl_type": "k3",
+        "kl_input_clamp_value": 20.0,
+        "kl_output_clamp_value": 10.0,
+        "positive_example_nll_weight": 0.0,
+    }
+)
 
 
 class Options(SimpleNamespace):
@@ -152,23 +150,23 @@ class Policy:
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make them importable as `nemo_rl`, in a process of one rank, until the test ends."""
     names = {
-        "algorithms": {},
         "algorithms.grpo": {"setup": setup, "ClippedPGLossFn": type("ClippedPGLossFn", (ClippedPGLossFn,), {})},
         "algorithms.utils": {"calculate_kl": calculate_kl},
-        "algorithms.loss": {},
         "algorithms.loss.interfaces": {"LossType": LossType, "LossInputType": LossInputType},
-        "models": {},
-        "models.policy": {},
         "models.policy.lm_policy": {"Policy": type("Policy", (Policy,), {"train": Policy.train})},
-        "models.megatron": {},
         "models.megatron.train": {"LossPostProcessor": LossPostProcessor},
     }
     modules = {"nemo_rl": ModuleType("nemo_rl")}
+
+    def module_of(name: str) -> ModuleType:
+        if name not in modules:
+            above, _, last = name.rpartition(".")
+            modules[name] = ModuleType(name)
+            setattr(module_of(above), last, modules[name])
+        return modules[name]
+
     for name, content in names.items():
-        modules[f"nemo_rl.{name}"] = module = ModuleType(f"nemo_rl.{name}")
-        vars(module).update(content)
-        above, _, last = f"nemo_rl.{name}".rpartition(".")
-        setattr(modules[above], last, module)
+        vars(module_of(f"nemo_rl.{name}")).update(content)
     for name, module in modules.items():
         monkeypatch.setitem(__import__("sys").modules, name, module)
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)

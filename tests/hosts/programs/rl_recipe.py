@@ -83,21 +83,11 @@ def train_rl_forward_step():
     import train_rl
     from megatron.training import global_vars
 
-    global_vars.set_args(
-        SimpleNamespace(
-            rl_use_sequence_packing=False,
-            rl_inference_logprobs_is_correction=False,
-            rl_importance_sampling_truncation_coef=None,
-            grpo_clamp_eps_lower=EPS_LOW,
-            grpo_clamp_eps_upper=EPS_HIGH,
-            grpo_kl_beta=KL_BETA,
-            grpo_entropy_term_weight=0.0,
-            check_for_nan_in_loss_and_grad=False,
-            check_for_spiky_loss=False,
-            fp16=False,
-            bf16=False,
-        )
-    )
+    off = ("rl_use_sequence_packing", "rl_inference_logprobs_is_correction", "check_for_nan_in_loss_and_grad")
+    off += ("check_for_spiky_loss", "fp16", "bf16")
+    given = {"grpo_clamp_eps_lower": EPS_LOW, "grpo_clamp_eps_upper": EPS_HIGH, "grpo_kl_beta": KL_BETA}
+    given |= {"grpo_entropy_term_weight": 0.0, "rl_importance_sampling_truncation_coef": None}
+    global_vars.set_args(SimpleNamespace(**dict.fromkeys(off, False), **given))
     timer = SimpleNamespace(start=lambda *a, **k: None, stop=lambda *a, **k: None)
     global_vars._GLOBAL_TIMERS = lambda *args, **rest: timer
     return train_rl.forward_step

@@ -106,9 +106,8 @@ def figures(train: Train, host: str, *, has_own_loss: bool = True) -> dict[str, 
     result: dict[str, object] = {}
     for layout, sizes in hosts.LAYOUTS.items():
         parallel_state.initialize_model_parallel(**sizes)
-        of_layout: dict[str, object] = {
-            "errors": {case.name: errors(train, host, case) for case in hosts.cases("FULL" in os.environ)}
-        }
+        cases = hosts.cases_of(layout, full="FULL" in os.environ)
+        of_layout: dict[str, object] = {"errors": {case.name: errors(train, host, case) for case in cases}}
         of_layout["terms"] = {
             case.name: errors(train, host, case) for case in TERM_CASES if host == "slime" or case.objective in OF_MILES
         }

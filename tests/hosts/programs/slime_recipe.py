@@ -143,9 +143,8 @@ def ours(samples: Sequence[Sample], path: str, *, per_token: bool) -> list[Tenso
         metrics=Reduction("none"),
     )
     step = PolicyGradientStep(settings)
-    model = hosts.model(
-        per_token=per_token, wrap=lambda *given, module: DistributedDataParallel(*given, step.attach(module))
-    )
+    wrap = lambda *given, module: DistributedDataParallel(*given, step.attach(module))  # noqa: E731
+    model = hosts.model(per_token=per_token, wrap=wrap)
     cp_size = parallel_state.get_context_parallel_world_size()
     batches = [pack(batch, qkv_format="thd", cp_size=cp_size) for batch in micro_batches(samples)]
     step.forward_backward(
@@ -181,12 +180,11 @@ def edges(train: Train) -> dict[str, float]:
     masked, siblings = hosts.samples(), hosts.samples(masked=None, fan_out=True)
     found, tokens = train(masked, SAMPLE_MEAN, per_token=True), sum(trained(masked))
     apart = [num_rollouts(siblings) * count for count in trained(siblings)]
+    of_siblings = train(siblings, SAMPLE_MEAN, per_token=False)
     return {
         "token_mean, a masked sample": hosts.error(found, oracle(masked, [tokens] * len(masked))),
         "a masked sample counted as one token": hosts.error(found, oracle(masked, [tokens + 1] * len(masked))),
-        "mean over rollouts of sums of sample means": hosts.error(
-            train(siblings, SAMPLE_MEAN, per_token=False), oracle(siblings, apart)
-        ),
+        "mean over rollouts of sums of sample means": hosts.error(of_siblings, oracle(siblings, apart)),
     }
 
 
@@ -197,21 +195,17 @@ def default(train: Train) -> dict[str, float]:
     for sample, count in zip(samples, trained(samples), strict=True):
         totals[sample.rollout_id] = totals.get(sample.rollout_id, 0) + count
     denominators = [len(totals) * totals[sample.rollout_id] for sample in samples]
-    return {
-        "no reducer: mean over rollouts": hosts.error(
-            train(samples, None, per_token=False), oracle(samples, denominators)
-        )
-    }
+    error = hosts.error(train(samples, None, per_token=False), oracle(samples, denominators))
+    return {"no reducer: mean over rollouts": error}
 
 
 def theirs_in_ours(path: str) -> dict[str, float]:
     samples = hosts.samples(masked=None)
     n, tokens = num_rollouts(samples), sum(trained(samples))
+    denominators = {"flag off": n * THEIR_DIVISOR, "flag on": tokens}
     return {
-        "flag off": hosts.error(
-            ours(samples, path, per_token=False), oracle(samples, [n * THEIR_DIVISOR] * len(samples))
-        ),
-        "flag on": hosts.error(ours(samples, path, per_token=True), oracle(samples, [tokens] * len(samples))),
+        flag: hosts.error(ours(samples, path, per_token=flag == "flag on"), oracle(samples, [each] * len(samples)))
+        for flag, each in denominators.items()
     }
 
 
@@ -237,12 +231,7 @@ def figures() -> dict[str, object]:
             if not steps:
                 result[layout] = exact(stand_in) | edges(stand_in)
             for name, their_step in steps.items():
-                train = partial(
-                    their_trainers.train,
-                    their_step,
-                    lambda per_token: hosts.model(per_token=per_token),
-                    hosts.gradients,
-                )
+                train = partial(their_trainers.train, their_step)
                 result[f"{name}, {layout}"] = exact(train) | edges(train) | default(train)
             if cp_size == 1:
                 result["theirs in ours"] = theirs_in_ours(path)

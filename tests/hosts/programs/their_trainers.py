@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
+import host_cases as hosts
 import stand_ins
 import torch
 from megatron.core import parallel_state
@@ -41,46 +42,22 @@ ABSENT = (
 )
 
 
-class Optimizer:
-    """Keeps the gradients that it is asked to step with."""
-
-    def __init__(self, gradients: Callable[[], list[Tensor]]) -> None:
-        self._gradients = gradients
-        self.found: list[Tensor] = []
-
-    def zero_grad(self) -> None:
-        pass
-
-    def step(self) -> tuple[bool, float, int]:
-        self.found = self._gradients()
-        return True, 0.0, 0
-
-
-def train(
-    step: Callable,
-    build: Callable,
-    gradients: Callable,
-    samples: Sequence[Sample],
-    path: str | None,
-    *,
-    per_token: bool,
-) -> list[Tensor]:
+def train(step: Callable, samples: Sequence[Sample], path: str | None, *, per_token: bool) -> list[Tensor]:
     """Gradients of a step of `slime` or `miles`.
 
     Args:
         step: one of the functions below.
-        build: `build(per_token)` returns the model under Megatron's DDP.
-        gradients: `gradients(model)` returns the model's, after finalize.
         samples: the step; their reward is their advantage.
         path: their --custom-pg-loss-reducer-function-path.
         per_token: their --calculate-per-token-loss.
     """
     args = arguments(path, per_token, len({sample.rollout_id for sample in samples}))
     importlib.import_module("megatron.training.global_vars").set_args(args)
-    model = build(per_token)
-    optimizer = Optimizer(lambda: gradients(model))
+    model = hosts.model(per_token=per_token)
+    optimizer = hosts.Optimizer(model)
     step(args, samples, model, optimizer)
-    return optimizer.found
+    (gradients,) = optimizer.found
+    return gradients
 
 
 def arguments(path: str | None, per_token: bool, num_rollouts: int) -> Namespace:
@@ -134,7 +111,7 @@ def as_theirs(kind: type, samples: Sequence[Sample]) -> list:
     ]
 
 
-def slime(args: Namespace, samples: Sequence[Sample], model, optimizer: Optimizer) -> None:
+def slime(args: Namespace, samples: Sequence[Sample], model, optimizer: hosts.Optimizer) -> None:
     from slime.backends.megatron_utils import actor, data, loss
     from slime.backends.megatron_utils import model as steps
     from slime.ray.rollout import RolloutManager
@@ -153,7 +130,7 @@ def slime(args: Namespace, samples: Sequence[Sample], model, optimizer: Optimize
     steps.train_one_step(args, 0, 0, iterators, [model], optimizer, MagicMock(), count, rollouts)
 
 
-def miles(args: Namespace, samples: Sequence[Sample], model, optimizer: Optimizer) -> None:
+def miles(args: Namespace, samples: Sequence[Sample], model, optimizer: hosts.Optimizer) -> None:
     from miles.backends.megatron_utils import model as steps
     from miles.backends.megatron_utils import parallel
     from miles.backends.training_utils import data, loss
@@ -174,7 +151,7 @@ def miles(args: Namespace, samples: Sequence[Sample], model, optimizer: Optimize
     steps.train_one_step(args, 0, 0, iterators, [model], optimizer, MagicMock(), count, rollouts, None, 0)
 
 
-def miles_unfused(args: Namespace, samples: Sequence[Sample], model, optimizer: Optimizer) -> None:
+def miles_unfused(args: Namespace, samples: Sequence[Sample], model, optimizer: hosts.Optimizer) -> None:
     """With the unfused cross-entropy of Megatron: the backward of its fused one rounds to bfloat16."""
 
     def unfused(logits: Tensor, tokens: Tensor, group) -> Tensor:

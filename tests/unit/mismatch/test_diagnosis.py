@@ -9,6 +9,7 @@ import pytest
 import torch
 from mismatch_cases import FAULTS, World, clean, faulty, of_tokens, rounded, top_k, top_p
 from mismatch_table import SEEDED, cases, gap_of_drawn, language, named, outcomes
+from samples import plain_sample
 
 from megatron_pg import Sample
 from megatron_pg.mismatch import alignment, diagnosis, documents, repeats, values
@@ -55,6 +56,11 @@ def contexts(seed: int, count: int = 6000, vocabulary: int = 150):
     logits = -1.1 * np.log(np.arange(1, vocabulary + 1)) + rng.normal(0, 1, (count, vocabulary))
     logits[np.arange(count), rng.integers(0, vocabulary, count)] += rng.choice([0, 4, 8, 12], count)
     return logits, (logits + rng.gumbel(size=logits.shape)).argmax(-1), rng
+
+
+def near(engine, noise) -> np.ndarray:
+    """A trainer's log-probabilities: the engine's with noise."""
+    return np.minimum(engine + noise, 0)
 
 
 def logprobs(logits, tokens):
@@ -128,7 +134,7 @@ def test_a_minority_of_doubtful_values_leaves_other_causes_untold():
     """Too few rows to be named; E[π/q] above 1 still excludes that all values are of these tokens."""
     logits, tokens, rng = contexts(17)
     engine = logprobs(logits, tokens)
-    trainer = np.minimum(engine + rng.normal(0, 0.01, len(engine)), 0)
+    trainer = near(engine, rng.normal(0, 0.01, len(engine)))
     bad = np.arange(len(engine)) % 20 == 0
     trainer[bad] = trainer[np.roll(np.flatnonzero(bad), 1)]
     gap = gap_from(engine, trainer, ids=tokens)
@@ -158,7 +164,7 @@ def test_outliers_are_routing_where_they_crowd_in_documents(scattered, outcome):
     engine, document = logprobs(logits, tokens), np.arange(6000) // 150
     rate = 0.02 if scattered else np.where(document % 2 == 0, 0.04, 0.0)
     far = np.where(rng.random(6000) < rate, rng.choice([-0.6, 0.6], 6000), 0.0)
-    gap = gap_from(engine, np.minimum(engine + far + rng.normal(0, 0.005, 6000), 0), ids=tokens)
+    gap = gap_from(engine, near(engine, far + rng.normal(0, 0.005, 6000)), ids=tokens)
     result = diagnose(gap)
     assert {test.cause: test.outcome for test in result.tests}["routing"] == outcome
     assert result.verdict == ("unexplained" if scattered else "found")
@@ -191,9 +197,7 @@ def test_two_swapped_rows_are_found_at_any_temperature():
 def test_other_weights_of_one_age_are_no_dropout_and_no_head(size, world):
     """Their d repeats at the same tokens, which neither chance nor rounding does."""
     with torch.no_grad():
-        drawn, generator = clean(world), world.generator(20)
-        draw = lambda value: torch.randn(value.shape, generator=generator) * value.std()  # noqa: E731
-        later = {name: value + size * draw(value) for name, value in world.parameters.items()}
+        drawn, later = clean(world), world.disturbed(size, world.generator(20))
         moved = of_tokens(world.logits(drawn.tokens, later), drawn.tokens)
         gap = gap_of_drawn(replace(drawn, trainer=moved))
     assert diagnose(gap).found == []
@@ -219,7 +223,7 @@ def test_dropout_varies_where_the_tokens_so_far_are_the_same(world):
 def test_a_spread_beyond_rounding_is_no_head(scale):
     logits, tokens, rng = contexts(18)
     engine = logprobs(logits, tokens)
-    gap = gap_from(engine, np.minimum(engine + rng.uniform(-scale, scale, len(engine)), 0), ids=tokens)
+    gap = gap_from(engine, near(engine, rng.uniform(-scale, scale, len(engine))), ids=tokens)
     gap = replace(gap, pair=rng.integers(0, 500, len(engine)))
     assert "head_precision" not in {test.cause for test in diagnose(gap).found}
 
@@ -228,7 +232,7 @@ def test_tokens_at_the_edge_of_a_template_are_kept():
     """`lasts` tokens are left out, and not one more."""
     logits, tokens, rng = contexts(16)
     engine, position = logprobs(logits, tokens), np.tile(np.arange(150), 40)
-    trainer = np.minimum(engine + rng.normal(0, 1, 6000) * (0.005 + 0.5 * np.exp(-position / 6)), 0)
+    trainer = near(engine, rng.normal(0, 1, 6000) * (0.005 + 0.5 * np.exp(-position / 6)))
     course = diagnosis._Course(gap_from(engine, trainer, ids=tokens), LEVEL)
     diagnosis._test_documents(course)
     assert course.gap.position.min() == course.tests[0].estimate["lasts"]
@@ -238,7 +242,7 @@ def test_of_two_files_the_one_that_is_further_is_named():
     logits, tokens, rng = contexts(19)
     engine, labels = logprobs(logits, tokens), ["a.jsonl"] * 20 + ["b.jsonl"] * 20
     noise = rng.normal(0, 0.01, len(engine)) * np.where(np.arange(len(engine)) < len(engine) // 2, 1.0, 4.0)
-    gap = gap_from(engine, np.minimum(engine + noise, 0), ids=tokens, groups={"file": labels})
+    gap = gap_from(engine, near(engine, noise), ids=tokens, groups={"file": labels})
     test, fine = documents.groups(gap, LEVEL)
     assert test.outcome == "found"
     assert [group["group"] for group in test.estimate["groups"]] == ["b.jsonl"]
@@ -262,7 +266,7 @@ def test_noise_of_any_shape_is_no_finding(shape, full, evidence):
         logits, tokens, rng = contexts(seed)
         engine = logprobs(logits, tokens)
         level = (0.001, 0.01, 0.03)[seed % 3]
-        trainer = np.minimum(engine + level * NOISES[shape](rng, np.exp(engine)), 0.0)
+        trainer = near(engine, level * NOISES[shape](rng, np.exp(engine)))
         groups = {"worker": [f"w{i % 5}" for i in range(60)], "data_parallel_rank": [i % 4 for i in range(60)]}
         ages = {"step": np.arange(60) // 8, "weight_version": np.arange(60) // 8 - (np.arange(60) % 3)}
         gap = gap_from(engine, trainer, documents=60, ids=tokens, groups=groups, **ages)
@@ -319,7 +323,7 @@ def test_padded_columns_of_either_side(side):
 def test_a_shift_is_measured_and_undone(lag):
     logits, tokens, rng = contexts(13)
     engine = logprobs(logits, tokens).reshape(60, 100)
-    trainer = np.roll(np.minimum(engine + rng.normal(0, 0.01, engine.shape), 0), -lag, axis=1)
+    trainer = np.roll(near(engine, rng.normal(0, 0.01, engine.shape)), -lag, axis=1)
     right = gap_from(engine.ravel(), np.roll(trainer, lag, axis=1).ravel(), documents=60, ids=tokens)
     test, undone = values.shift(gap_from(engine.ravel(), trainer.ravel(), documents=60, ids=tokens), LEVEL)
     assert (test.outcome, test.estimate["lag"]) == ("found", lag)
@@ -333,7 +337,7 @@ def test_holes_in_the_loss_mask_are_no_neighbours():
     """Tokens adjacent in the columns but not in the document are not compared."""
     logits, tokens, rng = contexts(14)
     engine = logprobs(logits, tokens)
-    gap = gap_from(engine, np.minimum(engine + rng.normal(0, 0.01, len(engine)), 0), ids=tokens)
+    gap = gap_from(engine, near(engine, rng.normal(0, 0.01, len(engine))), ids=tokens)
     test, _ = values.shift(replace(gap, position=2 * gap.position), LEVEL)
     assert test.outcome == "cannot tell"
 
@@ -364,10 +368,8 @@ def test_rounding_explains_its_own_spread():
 def test_without_fields_nothing_is_said_of_groups_and_age(world):
     with torch.no_grad():
         drawn = clean(world)
-    count = len(drawn.step)
-    bare = replace(
-        drawn, topk=None, step=[0] * count, weight_version=[None] * count, worker=[None] * count, rank=[None] * count
-    )
+    none = [None] * len(drawn.step)
+    bare = replace(drawn, topk=None, step=[0] * len(none), weight_version=none, worker=none, rank=none)
     outcome = {test.cause: test.outcome for test in diagnose(gap_of_drawn(bare)).tests}
     assert [cause for cause, result in outcome.items() if result == "cannot tell"] == ["group", "staleness", "sampling"]
 
@@ -397,7 +399,7 @@ def test_the_begin_of_documents_is_left_out_of_what_follows():
     logits, tokens, rng = contexts(16)
     engine = logprobs(logits, tokens)
     position = np.tile(np.arange(150), 40)
-    trainer = np.minimum(engine + rng.normal(0, 1, 6000) * (0.005 + 0.5 * np.exp(-position / 6)), 0)
+    trainer = near(engine, rng.normal(0, 1, 6000) * (0.005 + 0.5 * np.exp(-position / 6)))
     (test,) = diagnose(gap_from(engine, trainer, ids=tokens)).found
     assert test.cause == "template"
     assert 16 <= test.estimate["lasts"] <= 64
@@ -442,8 +444,8 @@ def test_one_document_is_as_many_observations_as_it_has_blocks():
 
 
 def sample(**rest) -> Sample:
-    fields = {"tokens": [5, 6, 7, 8], "response_length": 3, "loss_mask": [1, 0, 1], "advantage": 0.0}
-    return Sample.build(**fields | {"old_logprobs": [-1.0, -2.0, -3.0], "rollout_logprobs": [-1.5, -2.5, -3.5]} | rest)
+    engine = {"old_logprobs": [-1.0, -2.0, -3.0], "rollout_logprobs": [-1.5, -2.5, -3.5]}
+    return plain_sample(3, **{"tokens": [5, 6, 7, 8], "loss_mask": [1, 0, 1]} | engine | rest)
 
 
 def test_columns_hold_the_trained_tokens():

@@ -70,15 +70,6 @@ def test_a_group_whose_rollouts_lie_on_several_ranks_is_one_group(cells):
     assert [values(facts) for facts in found] == [EXPECTED] * len(cells)
 
 
-def test_the_last_bit_does_not_depend_on_where_samples_lie():
-    rng = random.Random(3)
-    samples = [sample(rng.gauss(0, 1) * 10 ** rng.randint(-9, 9), i // 4, i) for i in range(60)]
-    (whole,) = facts_on_ranks(samples)
-    rng.shuffle(samples)
-    for facts in facts_on_ranks(samples[:7], samples[7:40], samples[40:]):
-        assert values(facts) == values(whole)
-
-
 TURNS = [
     sample(None, "p", "p/0", length=3, truncated=False),
     sample(1.0, "p", "p/0", truncated=True),  # the reward is given once, with the last turn

@@ -74,10 +74,8 @@ def test_consumed_samples_and_the_position_go_into_the_arguments_of_the_checkpoi
 
 def test_an_evaluation_between_two_steps_is_not_logged_as_one(session):
     train(session, 100, documents_seen=9)
-    trained, count = (
-        session.log.report,
-        partial(session.count_operations, lambda args, batch_size: batch_size * args.seq_length),
-    )
+    trained = session.log.report
+    count = partial(session.count_operations, lambda args, batch_size: batch_size * args.seq_length)
     plan = SimpleNamespace(num_positions=50)
     session.keep(SimpleNamespace(plan=plan, documents=None, forward_only=True))
     assert session.log.report is trained
@@ -136,9 +134,8 @@ def test_the_provider_must_return_what_the_flag_asks_for(session):
 @pytest.mark.parametrize("returned", [itertools.count(), None, (None, None), object()])
 def test_a_provider_that_does_not_return_three_is_refused_before_its_data_are_drained(session, returned):
     wrapped = session.datasets_provider(lambda num_samples: returned)
-    with pytest.raises(
-        ValueError, match=rf"returned a {type(returned).__name__}, expected \(train, valid, test\)\. Return \(training"
-    ):
+    message = rf"returned a {type(returned).__name__}, expected \(train, valid, test\)\. Return \(training"
+    with pytest.raises(ValueError, match=message):
         wrapped(None)
 
 
@@ -146,9 +143,7 @@ def test_a_provider_that_does_not_return_three_is_refused_before_its_data_are_dr
 def test_training_data_that_give_no_next_microbatch_are_refused(session, train):
     session.args = Namespace(docs_per_step=0, train_iters=5, skip_train=False)
     wrapped = session.datasets_provider(lambda num_samples: (train, None, None))
-    with pytest.raises(
-        ValueError, match=f"returned a {type(train).__name__} as training data, which is not an iterator"
-    ):
+    with pytest.raises(ValueError, match=f"a {type(train).__name__} as training data, which is not an iterator"):
         wrapped(None)
     assert session.datasets_provider(lambda num_samples: ([iter(())], None, None))(None)  # one per virtual stage
 
@@ -229,9 +224,8 @@ def test_a_position_in_documents_is_not_lost_by_a_flag_that_is_missing(session, 
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     saved = Namespace(**vars(arguments("--docs-per-step", "64")), megatron_pg_documents="at 128")
     session.args = arguments()
-    with pytest.raises(
-        ArgumentError, match=r"E62.*trained with --docs-per-step 64 and contains the position.*-drop-position"
-    ):
+    message = r"E62.*trained with --docs-per-step 64 and contains the position.*-drop-position"
+    with pytest.raises(ArgumentError, match=message):
         session.check_checkpoint(lambda args: None, saved)
     session.args = arguments("--docs-per-step-drop-position")
     with pytest.warns(ArgumentWarning, match="--docs-per-step: 64, now 0"):
@@ -347,12 +341,8 @@ def test_the_end_of_the_documents_saves_what_is_not_saved_and_other_exits_stay_e
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     with pytest.raises(SystemExit), session.to_its_end():
         raise SystemExit(0)
-    for iteration, loaded, interval, expected in [
-        (7, 0, 2, True),
-        (8, 0, 2, False),
-        (7, 7, 2, False),
-        (7, 0, None, True),
-    ]:
+    saves = [(7, 0, 2, True), (8, 0, 2, False), (7, 7, 2, False), (7, 0, None, True)]
+    for iteration, loaded, interval, expected in saves:
         session.args = Namespace(save="folder", save_interval=interval, curr_iteration=iteration, iteration=loaded)
         session.documents.end("farewell", session.args)
         assert machine.should_checkpoint_and_exit() == (expected, True, 0)
@@ -373,13 +363,9 @@ def logged(session, monkeypatch, tmp_path):
     def log(on_step=None, *, rank=0, heard=None, iteration=1, **metrics):
         path = tmp_path / str(len(said)) / "metrics.jsonl"
         session = run._Run(on_step, lambda text: text.startswith("first step") or said.append(text), path)
-        session.step = SimpleNamespace(
-            settings=SimpleNamespace(
-                warns_of_mismatch=True,
-                metrics=SimpleNamespace(lacking=lambda values: {}),
-                terms=SimpleNamespace(objective=SimpleNamespace(reported=("custom_metric",))),
-            )
-        )
+        terms = SimpleNamespace(objective=SimpleNamespace(reported=("custom_metric",)))
+        counted = SimpleNamespace(lacking=lambda values: {})
+        session.step = SimpleNamespace(settings=SimpleNamespace(warns_of_mismatch=True, metrics=counted, terms=terms))
         session.log.objective = {"clip": "0.2"}
         plan = SimpleNamespace(num_samples=2, num_rollouts=2, num_prompts=None, num_tokens=9, terms={})
         session.log.report = SimpleNamespace(

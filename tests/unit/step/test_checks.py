@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, TorchFullySharded
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_mixer import MambaMixer
+from samples import plain_sample
 
 from megatron_pg import ContextRanks, Sample, StepPlan, pack
 from megatron_pg.plan.errors import ScheduleError, StepPlanError
@@ -21,26 +22,30 @@ from megatron_pg.step.schedule import ScheduleCall
 
 
 def sample(**changed: object) -> Sample:
-    fields = {
-        "tokens": [1, 2, 3, 4],
-        "response_length": 2,
-        "loss_mask": [1, 1],
-        "old_logprobs": [-1.0, -2.0],
-        "advantage": [0.5, -0.5],
-        "rollout_logprobs": [-1.5, -2.5],
-        "ref_logprobs": [-1.25, -2.25],
-        "routed_experts": [[[0, 1]], [[2, 3]], [[4, 5]]],
-    }
-    return Sample.build(**fields | changed)
+    values = {"rollout_logprobs": [-1.5, -2.5], "ref_logprobs": [-1.25, -2.25], "advantage": [0.5, -0.5]}
+    known = {"tokens": [1, 2, 3, 4], "old_logprobs": [-1.0, -2.0], "routed_experts": [[[0, 1]], [[2, 3]], [[4, 5]]]}
+    return plain_sample(2, **known | values | changed)
 
 
 def plan(denominator: float = 2.0) -> StepPlan:
-    counts = dict.fromkeys(
-        ("num_samples", "num_rollouts", "num_tokens", "num_trained", "num_response_tokens", "num_positions"), 1
-    )
+    counted = ("samples", "rollouts", "tokens", "trained", "response_tokens", "positions")
+    counts = {f"num_{name}": 1 for name in counted}
     denominators = torch.tensor([denominator], dtype=torch.float64)
     rest = {"aggregation": "sample_mean", "divisor": None, "num_prompts": None, "num_microbatches": 1, "facts": None}
     return StepPlan(denominators=denominators, **counts, **rest)
+
+
+@pytest.fixture
+def one_part(monkeypatch):
+    """Neither context nor pipeline parallelism."""
+    for name in ("get_context_parallel_world_size", "get_pipeline_model_parallel_world_size"):
+        monkeypatch.setattr(checks.parallel_state, name, lambda: 1)
+
+
+def model_of(kind: str = "rope", **config: object) -> types.SimpleNamespace:
+    """With 8 tokens and 4 positions."""
+    shape = {"vocab_size": 8, "position_embedding_type": kind, "max_sequence_length": 4}
+    return types.SimpleNamespace(config=types.SimpleNamespace(**config), **shape)
 
 
 def schedule_call(model, **sizes: int) -> ScheduleCall:
@@ -50,28 +55,16 @@ def schedule_call(model, **sizes: int) -> ScheduleCall:
 ALONE = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # a data-parallel group: all other ranks are peers
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {},
-        {"tokens": [1, 2, 3, 5]},
-        {"tokens": [2, 2, 3, 4]},
-        {"loss_mask": [1, 0]},
-        {"old_logprobs": [-1.0, -2.125]},
-        {"advantage": [0.5, 0.5]},
-        {"rollout_logprobs": [-1.5, -2.625]},
-        {"rollout_logprobs": None},
-        {"ref_logprobs": [-1.25, -2.375]},
-        {"ref_logprobs": None},
-        {"reward": 1.0},
-        {"truncated": True},
-        {"routed_experts": [[[0, 1]], [[2, 3]], [[4, 6]]]},
-        {"routed_experts": None},
-        {"denominator": 4.0},
-        {"qkv_format": "bshd"},
-    ],
-    ids=str,
-)
+CHANGES = [
+    *({}, {"tokens": [1, 2, 3, 5]}, {"tokens": [2, 2, 3, 4]}, {"loss_mask": [1, 0]}, {"old_logprobs": [-1.0, -2.125]}),
+    *({"advantage": [0.5, 0.5]}, {"rollout_logprobs": [-1.5, -2.625]}, {"rollout_logprobs": None}),
+    *({"ref_logprobs": [-1.25, -2.375]}, {"ref_logprobs": None}, {"reward": 1.0}, {"truncated": True}),
+    *({"routed_experts": [[[0, 1]], [[2, 3]], [[4, 6]]]}, {"routed_experts": None}),
+    *({"denominator": 4.0}, {"qkv_format": "bshd"}),
+]
+
+
+@pytest.mark.parametrize("changed", CHANGES, ids=str)
 def test_peers_that_read_anything_else_stop_every_rank(changed):
     layouts = {"thd": {}, "bshd": {"max_seq_len": 4}}
 
@@ -88,14 +81,10 @@ def test_peers_that_read_anything_else_stop_every_rank(changed):
         threads.run(2, work)
 
 
-def test_a_token_id_outside_the_vocabulary_is_refused_in_the_padding_too(monkeypatch):
+def test_a_token_id_outside_the_vocabulary_is_refused_in_the_padding_too(one_part):
     """An embedding is looked up for every position."""
-    for name in ("get_context_parallel_world_size", "get_pipeline_model_parallel_world_size"):
-        monkeypatch.setattr(checks.parallel_state, name, lambda: 1)
-    config = types.SimpleNamespace(variable_seq_lengths=False)
-    model = types.SimpleNamespace(vocab_size=8, position_embedding_type="rope", max_sequence_length=4, config=config)
     batch = pack([sample()], qkv_format="bshd", max_seq_len=6, rows=2)
-    call = schedule_call(model, micro_batch_size=2, seq_length=6)
+    call = schedule_call(model_of(variable_seq_lengths=False), micro_batch_size=2, seq_length=6)
     checks.check_batches([batch], call)
     for row, position in [(0, 5), (1, 0)]:
         tokens = batch.tokens.clone()
@@ -122,13 +111,9 @@ def test_layers_with_a_state_get_no_packed_rows(kind):
 @pytest.mark.parametrize(
     ("kind", "length", "refused"), [("learned_absolute", 4, False), ("learned_absolute", 5, True), ("rope", 5, False)]
 )
-def test_a_document_has_as_many_positions_as_the_model_has_learned_and_no_more(monkeypatch, kind, length, refused):
-    for name in ("get_context_parallel_world_size", "get_pipeline_model_parallel_world_size"):
-        monkeypatch.setattr(checks.parallel_state, name, lambda: 1)
-    config = types.SimpleNamespace(variable_seq_lengths=True)
-    model = types.SimpleNamespace(vocab_size=8, position_embedding_type=kind, max_sequence_length=4, config=config)
+def test_a_document_has_as_many_positions_as_the_model_has_learned_and_no_more(one_part, kind, length, refused):
     batch = pack([sample(), sample(tokens=[1] * length, routed_experts=None)], qkv_format="thd")
-    call = schedule_call(model, micro_batch_size=1, seq_length=4)
+    call = schedule_call(model_of(kind, variable_seq_lengths=True), micro_batch_size=1, seq_length=4)
     if not refused:
         checks.check_batches([batch], call)
         return
@@ -173,12 +158,8 @@ def test_a_step_leaves_the_models_config_as_it_was(monkeypatch, fails):
 def test_multi_token_prediction_that_would_escape_its_weights_is_refused(monkeypatch, changed, stages, message):
     monkeypatch.setattr(checks.parallel_state, "get_pipeline_model_parallel_world_size", lambda: stages)
     config = {"mtp_num_layers": 1, "calculate_per_token_loss": False, "finalize_model_grads_func": print} | changed
-    model = types.SimpleNamespace(
-        config=types.SimpleNamespace(**config),
-        vocab_size=8,
-        position_embedding_type="learned_absolute",
-        post_process=True,
-    )
+    model = model_of("learned_absolute", **config)
+    model.post_process = True
     loss = dataclasses.replace(simulation.settings("sample_mean", per_token=False), mtp_depths=1)
     if message is None:
         checks.check_model([model], loss, forward_only=False, is_attached=True)
@@ -190,13 +171,10 @@ def test_multi_token_prediction_that_would_escape_its_weights_is_refused(monkeyp
 @pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
 @pytest.mark.parametrize(("release", "granularity"), [("0.17.1", "full"), ("0.17.1", "selective"), ("0.19.2", "full")])
 def test_recomputed_predictions_of_packed_rows_are_refused_where_megatron_fails(
-    monkeypatch, qkv_format, release, granularity
+    monkeypatch, one_part, qkv_format, release, granularity
 ):
     monkeypatch.setattr(checks, "core_version", lambda: tuple(map(int, release.split("."))))
-    for name in ("get_context_parallel_world_size", "get_pipeline_model_parallel_world_size"):
-        monkeypatch.setattr(checks.parallel_state, name, lambda: 1)
-    config = types.SimpleNamespace(variable_seq_lengths=False, mtp_num_layers=1, recompute_granularity=granularity)
-    model = types.SimpleNamespace(vocab_size=8, position_embedding_type="rope", max_sequence_length=4, config=config)
+    model = model_of(variable_seq_lengths=False, mtp_num_layers=1, recompute_granularity=granularity)
     batch = pack([sample()], qkv_format=qkv_format, max_seq_len=6)
     call = schedule_call(model, micro_batch_size=1, seq_length=6)
     if (qkv_format, release, granularity) != ("thd", "0.17.1", "full"):
@@ -257,9 +235,8 @@ def test_a_micro_batch_may_have_its_own_ranks_only_in_a_step_that_uses_them():
     plain = pack([sample()], qkv_format="thd")
     own = {(f, n): pack([sample()], qkv_format="thd", cp_ranks=ContextRanks(f, n)) for f, n in [(1, 1), (0, 2), (0, 1)]}
     checks.check_cuts([plain, plain], None)
-    with pytest.raises(
-        ScheduleError, match=r"micro-batch 1 has cp_ranks=ContextRanks\(first=0, size=2\), and the step uses"
-    ):
+    message = r"micro-batch 1 has cp_ranks=ContextRanks\(first=0, size=2\), and the step uses"
+    with pytest.raises(ScheduleError, match=message):
         checks.check_cuts([plain, own[0, 2]], None)
 
     def work(rank: int) -> None:
@@ -267,9 +244,8 @@ def test_a_micro_batch_may_have_its_own_ranks_only_in_a_step_that_uses_them():
         checks.check_cuts([own[0, 2], own[rank, 1]], groups)
         assert [groups.of(own[0, 2]).size(), groups.of(own[rank, 1]).size()] == [2, 1]
         for wrong in (plain, own[1 - rank, 1]):
-            with pytest.raises(
-                ScheduleError, match=r"micro-batch 1 has cp_ranks=.* under dynamic_cp, which is not a run"
-            ):
+            message = r"micro-batch 1 has cp_ranks=.* under dynamic_cp, which is not a run"
+            with pytest.raises(ScheduleError, match=message):
                 checks.check_cuts([own[0, 2], wrong], groups)
 
     threads.run(2, work)
