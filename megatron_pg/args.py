@@ -22,7 +22,7 @@ from megatron_pg.flags.aggregation import (
 )
 from megatron_pg.flags.compatibility import compatibility_violations, compatibility_warnings
 from megatron_pg.flags.documents import add_documents_arguments, documents_violations
-from megatron_pg.flags.errors import ArgumentError, ArgumentNotice, ArgumentWarning, Violations
+from megatron_pg.flags.errors import ArgumentError, ArgumentNotice, ArgumentWarning, Violations, numbered
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import add_head_arguments, head_violations, head_warnings
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
@@ -56,37 +56,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add megatron_pg's flags to Megatron's parser and return it (an `extra_args_provider`)."""
     group = parser.add_argument_group("policy gradient (megatron_pg)")
     add_aggregation_arguments(group)
-    group.add_argument(
-        "--pg-temperature",
-        type=float,
-        default=1.0,
-        metavar="TAU",
-        help="Temperature of the rollouts, > 0: log-probabilities are of softmax(logits / TAU). Default 1.0.",
+    temperature = "Temperature of the rollouts, > 0: log-probabilities are of softmax(logits / TAU). Default 1.0."
+    group.add_argument("--pg-temperature", type=float, default=1.0, metavar="TAU", help=temperature)
+    metrics = (
+        "none: pg_loss only; basic: also ratio, KL, clip fraction, advantages, counts; with_entropy: also the exact "
+        "entropy."
     )
-    group.add_argument(
-        "--pg-metrics",
-        choices=METRIC_LEVELS,
-        default="basic",
-        help="none: pg_loss only; basic: also ratio, KL, clip fraction, advantages, counts; with_entropy: also the "
-        "exact entropy.",
+    group.add_argument("--pg-metrics", choices=METRIC_LEVELS, default="basic", help=metrics)
+    no_mismatch_advice = (
+        "Do not warn when trainer and rollout engine differ for several steps. The metrics mismatch/... are kept."
     )
-    group.add_argument(
-        "--pg-no-mismatch-advice",
-        action="store_true",
-        help="Do not warn when trainer and rollout engine differ for several steps. The metrics mismatch/... are kept.",
+    group.add_argument("--pg-no-mismatch-advice", action="store_true", help=no_mismatch_advice)
+    kernel = (
+        "Implementation of log-probabilities and loss. Default: triton on CUDA, torch elsewhere. There is no fallback."
     )
-    group.add_argument(
-        "--pg-kernel",
-        choices=IMPLEMENTATIONS,
-        help="Implementation of log-probabilities and loss. Default: triton on CUDA, torch elsewhere. There is no "
-        "fallback.",
+    group.add_argument("--pg-kernel", choices=IMPLEMENTATIONS, help=kernel)
+    dry_run = (
+        "Validate the arguments, compare them between ranks, print the effective objective and exit with code 0, "
+        "before model and data are built. The same as MEGATRON_PG_DRY_RUN=1 in the environment."
     )
-    group.add_argument(
-        "--pg-dry-run",
-        action="store_true",
-        help="Validate the arguments, compare them between ranks, print the effective objective and exit with code 0, "
-        "before model and data are built. The same as MEGATRON_PG_DRY_RUN=1 in the environment.",
-    )
+    group.add_argument("--pg-dry-run", action="store_true", help=dry_run)
     add_objective_arguments(group)
     add_term_arguments(group)
     add_sampling_mask_arguments(group)
@@ -123,13 +112,8 @@ def validate_args(args: argparse.Namespace) -> argparse.Namespace:
     if validated_before:
         return args
     _say(ArgumentNotice, reconcile(args))
-    sources = (
-        aggregation_warnings,
-        compatibility_warnings,
-        objective_source_warnings,
-        objective_warnings,
-        head_warnings,
-    )
+    of_functions = aggregation_warnings, compatibility_warnings, objective_source_warnings
+    sources = *of_functions, objective_warnings, head_warnings
     _say(ArgumentWarning, [message for warnings_of in sources for message in warnings_of(facts)])
     args.megatron_pg_validated = json.dumps(snapshot(args))  # primitive: Megatron stores it in checkpoints
     return args
@@ -148,16 +132,10 @@ def disagreement(per_rank: list[dict[str, str | None]]) -> str | None:
 
 def _violations(facts: Facts) -> list[tuple[str, str]]:
     rules = (
-        aggregation_violations,
-        _common_rules,
-        objective_violations,
-        term_violations,
-        sampling_mask_violations,
-        head_violations,
-        documents_violations,
-        compatibility_violations,
+        *(aggregation_violations, _common_rules, objective_violations, term_violations, sampling_mask_violations),
+        *(head_violations, documents_violations, compatibility_violations),
     )
-    return [violation for rule in rules for violation in rule(facts)]
+    return numbered(violation for rule in rules for violation in rule(facts))
 
 
 def _common_rules(facts: Facts) -> Violations:
@@ -169,7 +147,7 @@ def _common_rules(facts: Facts) -> Violations:
     for flag in ("--pg-dry-run", "--pg-no-mismatch-advice"):
         value = vars(args)[flag.strip("-").replace("-", "_")]
         if not isinstance(value, bool):
-            yield "E25", f"{flag} must be true or false, got {value!r}"
+            yield f"E25 {flag} must be true or false, got {value!r}"
 
 
 def snapshot(args: argparse.Namespace) -> dict[str, object]:

@@ -65,14 +65,10 @@ def response_spans(
     """
     prompt_length, chunk = total_length - response_length, chunk_length(length, cp_size)
     first, second = ((k * chunk, (k + 1) * chunk) for k in (cp_rank, 2 * cp_size - 1 - cp_rank))
-    logits = [_intersect(span, (prompt_length - 1, total_length - 1)) for span in (first, second)]
+    limits = [(max(start, prompt_length - 1), min(end, total_length - 1)) for start, end in (first, second)]
+    logits = [(start, end) if start < end else (0, 0) for start, end in limits]
     tokens = [(start + 1, end + 1) if start < end else (0, 0) for start, end in logits]
     return chunk, (first, second), (logits[0], logits[1]), (tokens[0], tokens[1])
-
-
-def _intersect(a: Span, b: Span) -> Span:
-    start, end = max(a[0], b[0]), min(a[1], b[1])
-    return (start, end) if start < end else (0, 0)
 
 
 def check_rank(cp_rank: int, cp_size: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from os.path import basename
 
-from megatron_pg.cli.terminal import InputError, decoded, read_text, show_path
+from megatron_pg.cli.terminal import InputError, decoded, opened, show_path
 from megatron_pg.flags.banner import COMMAND_LINE
 from megatron_pg.rollouts.printable import printable
 
@@ -82,7 +82,13 @@ def read_command_line(path: str) -> CommandLine:
         InputError: the text cannot be read, has no or several command lines, or a shell has not expanded the line.
     """
     name = "standard input" if path == "-" else show_path(path)
-    text = _standard_input() if path == "-" else read_text(path)
+    if path != "-":
+        with opened(path) as file:
+            text = decoded(file, name)
+    elif sys.stdin is None:
+        raise InputError("standard input: is closed. Give a file, or pipe the command line in.")
+    else:
+        text = decoded(sys.stdin.buffer, name)
     try:
         command = _choose(list(_printed_by_dry_run(text)) or list(_commands(text)))
         if command.unexpanded:
@@ -93,12 +99,6 @@ def read_command_line(path: str) -> CommandLine:
         raise InputError(f"{name}: {error}") from error
     launcher_words, words = _split(command.words)
     return CommandLine(f"{name}, line {command.line}", launcher_words, words)
-
-
-def _standard_input() -> str:
-    if sys.stdin is None:
-        raise InputError("standard input: is closed. Give a file, or pipe the command line in.")
-    return decoded(sys.stdin.buffer, "standard input")
 
 
 def _printed_by_dry_run(text: str) -> Iterator[Command]:

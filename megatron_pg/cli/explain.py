@@ -174,7 +174,6 @@ def _origin(launch: Launch, remarks: tuple[str, ...]) -> Rows:
 
 
 def _elsewhere(args: argparse.Namespace) -> str:
-    """The names of this aggregation in other frameworks."""
     if args.custom_pg_loss_reducer_function_path is not None:
         return "slime, miles: the same flag and the same function; verl, TRL, NeMo-RL: no such flag"
     return AGGREGATIONS[args.loss_aggregation].elsewhere

@@ -55,19 +55,17 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="number of ranks, if torchrun's options do not say it"
     )
-    parser.add_argument(
-        "--args-file",
-        metavar="FILE",
-        help="text with the command line of the job, as a dry run or `set -x` prints it; - is standard input. "
-        "Flags on this command line are added to it",
+    args_file = (
+        "text with the command line of the job, as a dry run or `set -x` prints it; - is standard input. Flags on this "
+        "command line are added to it"
     )
+    parser.add_argument("--args-file", metavar="FILE", help=args_file)
     shown = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
     flags = add_arguments(shown).format_help().partition("\n")[2].strip()
     parser.epilog = (
-        "For a launch script, let the job itself print its command line:\n"
-        f"  MEGATRON_PG_DRY_RUN=1 bash launch.sh | {parser.prog} --args-file -\n"
-        f"  {parser.prog} --loss-aggregation constant --loss-aggregation-divisor 8192\n\n"
-        f"flags of megatron_pg:\n  {flags}"
+        "For a launch script, let the job itself print its command line:\n  MEGATRON_PG_DRY_RUN=1 bash launch.sh | "
+        f"{parser.prog} --args-file -\n  {parser.prog} --loss-aggregation constant --loss-aggregation-divisor "
+        f"8192\n\nflags of megatron_pg:\n  {flags}"
     )
 
 
@@ -155,15 +153,10 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...], t
     for name in MEGATRON_FLAGS.keys() & vars(given).keys():
         _check_numbers(name, vars(given)[name])
     args = argparse.Namespace(**defaults | vars(given))
-    _count_depths(args)
-    return args, tuple(vars(given)), tuple(others)
-
-
-def _count_depths(args: argparse.Namespace) -> None:
-    """Set the depths of multi-token prediction as Megatron does for a HybridModel: one per `/` of the pattern."""
     pattern = vars(args).get("hybrid_layer_pattern") or vars(args).get("hybrid_override_pattern") or ""
-    if "/" in pattern:
+    if "/" in pattern:  # Megatron predicts at one depth for each
         args.mtp_num_layers = pattern.count("/")
+    return args, tuple(vars(given)), tuple(others)
 
 
 def _check_numbers(name: str, value: object) -> None:

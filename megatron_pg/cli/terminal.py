@@ -82,16 +82,6 @@ def opened(path: str | Path) -> Iterator[BinaryIO]:
         raise InputError(f"{show_path(path)}: cannot be read ({reason}). Give an existing file.") from error
 
 
-def read_text(path: str | Path) -> str:
-    """A UTF-8 text of at most 16 MiB.
-
-    Raises:
-        InputError: it cannot be read, is larger, or is not UTF-8.
-    """
-    with opened(path) as file:
-        return decoded(file, show_path(path))
-
-
 def decoded(file: BinaryIO, name: str, *, limit: int = 16 * 2**20) -> str:
     """The UTF-8 text of an open file of at most `limit` bytes.
 

@@ -53,19 +53,15 @@ class CorrectionDeclaration:
         return functools.partial(load(f"megatron_pg.objectives.corrections.correction:{function}"), *arguments)
 
 
-CORRECTION_LOW = Number(
-    name="correction_low",
-    low=-math.inf,
-    high=math.inf,
-    requirement="finite",
-    help="Lower bound of --pg-correction; its meaning and default are the correction's (docs/objectives.md).",
-)
-CORRECTION_HIGH = Number(
-    name="correction_high",
-    low=-math.inf,
-    high=math.inf,
-    requirement="finite",
-    help="Upper bound of --pg-correction; its meaning and default are the correction's (docs/objectives.md).",
+CORRECTION_LOW, CORRECTION_HIGH = (
+    Number(
+        name=name,
+        low=-math.inf,
+        high=math.inf,
+        requirement="finite",
+        help=f"{side} bound of --pg-correction; its meaning and default are the correction's (docs/objectives.md).",
+    )
+    for name, side in (("correction_low", "Lower"), ("correction_high", "Upper"))
 )
 CORRECTION_FRACTION = Number(
     name="correction_fraction",
@@ -118,6 +114,9 @@ def _opsm(anchor: str, shown: str) -> CorrectionDeclaration:
     )
 
 
+_covariance = functools.partial(
+    SelectionDeclaration, key="covariance", reads=("advantages", "old_logprobs"), is_centred=True
+)
 CORRECTIONS = {
     "none": CorrectionDeclaration(formula="none"),
     "tis": _ratio("tis", "ℓ times min(max(ρ, lo), hi)", 0.0, 2.0, rejects=False),
@@ -155,21 +154,12 @@ CORRECTIONS = {
         formula="0 for ⌊f·T⌋ of the step's tokens, drawn from those with lo < cov < hi",
         numbers={CORRECTION_FRACTION: 2e-4, CORRECTION_LOW: 1.0, CORRECTION_HIGH: 5.0},
         rejects="data",
-        selection=SelectionDeclaration(
-            key="covariance", reads=("advantages", "old_logprobs"), is_centred=True, choice="drawn_between"
-        ),
+        selection=_covariance(choice="drawn_between"),
     ),
     PENALTY: CorrectionDeclaration(
         formula="ℓ + β·|log r| for the ⌊f·T⌋ of the step's tokens with the largest cov",
         numbers={CORRECTION_FRACTION: 2e-4, CORRECTION_COEF: 1.0},
-        selection=SelectionDeclaration(
-            key="covariance",
-            reads=("advantages", "old_logprobs"),
-            is_centred=True,
-            choice="largest",
-            penalises=True,
-            published_with="reinforce_is",
-        ),
+        selection=_covariance(choice="largest", penalises=True, published_with="reinforce_is"),
     ),
     "top_entropy": CorrectionDeclaration(
         formula="0 for the tokens whose H under the sampling policy is below the (1 - f) quantile of the step",

@@ -9,11 +9,7 @@ _RELEASE = "0.17.1"  # of megatron-core, the one that runs on Python 3.11 too
 
 
 def missing_piece(error: ImportError) -> str:
-    """The message for an import error of Megatron: what is missing, and how to install it.
-
-    Args:
-        error: of `import megatron.training`.
-    """
+    """The message for an error of `import megatron.training`: what is missing, and how to install it."""
     name, python = error.name or "", platform.python_version()
     if name in ("megatron", "megatron.core"):
         return f"megatron_pg.pretrain needs megatron-core, which is not installed. {_how_to_install()}"

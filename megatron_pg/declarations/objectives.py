@@ -20,9 +20,7 @@ class ObjectiveDeclaration:
 
     formula: str
     numbers: Reads = field(default_factory=dict)
-    bounds: Mapping[str, str] = field(
-        default_factory=dict
-    )  # what its numbers come to: rows of the banner, to be formatted
+    bounds: Mapping[str, str] = field(default_factory=dict)  # of its numbers: rows of the banner, to be formatted
     advice: Callable[[Numbers], str | None] = lambda numbers: None  # on legal numbers that are probably wrong
     published_with: str | None = None  # the aggregation that it is published with, where it matters
     reads_sequences: bool = False  # a token's loss depends on its whole sequence

@@ -19,16 +19,11 @@ def path_of(capability: tuple[int, int], triton: str) -> Path:
     """The path on a GPU of this compute capability with this release of Triton."""
     release = tuple(int(part) for part in triton.split(".")[:2])
     chip = ".".join(map(str, capability))
+    needs = "multi-pass kernels: the single-pass kernel needs"
     if release < _TRIED_TRITONS[0]:
-        return Path(
-            False, False, f"multi-pass kernels: the single-pass kernel needs Triton 3.6 or later, and this is {triton}"
-        )
+        return Path(False, False, f"{needs} Triton 3.6 or later, and this is {triton}")
     if capability[0] < _LEAST_CAPABILITY:
-        return Path(
-            False,
-            False,
-            f"multi-pass kernels: the single-pass kernel needs compute capability 8.0 or later, and this is {chip}",
-        )
+        return Path(False, False, f"{needs} compute capability 8.0 or later, and this is {chip}")
     if capability[0] == _TRIED_CAPABILITY and release in _TRIED_TRITONS:
         return Path(True, True, "a single pass where a row fits")
     tried = f"tried with Triton 3.6 and 3.8 on compute capability 9, not {triton} on {chip}"

@@ -20,27 +20,22 @@ from megatron_pg.flags.values import is_finite
 
 def add_aggregation_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the flags of the aggregation."""
-    group.add_argument(
-        "--loss-aggregation",
-        choices=AGGREGATIONS,
-        help="Weight 1/d of a trained token, over the whole optimizer step: sample_mean d = N_r*M_rollout (GRPO), "
+    aggregation = (
+        "Weight 1/d of a trained token, over the whole optimizer step: sample_mean d = N_r*M_rollout (GRPO), "
         "prompt_mean d = P*M_group (DAPO as printed), token_mean d = T (the same as --calculate-per-token-loss), "
         "constant d = N_r*L (Dr. GRPO). N_r rollouts, P prompts, T trained tokens, M trained tokens of the unit. "
-        f"Default {DEFAULT}, with --calculate-per-token-loss {STEP_MEANS[True]}.",
+        f"Default {DEFAULT}, with --calculate-per-token-loss {STEP_MEANS[True]}."
     )
-    group.add_argument(
-        "--loss-aggregation-divisor",
-        type=float,
-        metavar="L",
-        help="L of --loss-aggregation constant, in tokens: finite, > 0, no default. Dr. GRPO: the maximum response "
-        "length.",
+    group.add_argument("--loss-aggregation", choices=AGGREGATIONS, help=aggregation)
+    aggregation_divisor = (
+        "L of --loss-aggregation constant, in tokens: finite, > 0, no default. Dr. GRPO: the maximum response length."
     )
+    group.add_argument("--loss-aggregation-divisor", type=float, metavar="L", help=aggregation_divisor)
     group.add_argument(
         "--custom-pg-loss-reducer-function-path",
         metavar="PATH",
-        help="package.module:function or package.module.function of a reducer "
-        f"fn({', '.join(REDUCER_PARAMETERS)}) -> Callable[[Tensor], Tensor]. It replaces --loss-aggregation for "
-        "pg_loss.",
+        help=f"package.module:function or package.module.function of a reducer fn({', '.join(REDUCER_PARAMETERS)}) -> "
+        "Callable[[Tensor], Tensor]. It replaces --loss-aggregation for pg_loss.",
     )
 
 
@@ -66,9 +61,8 @@ def aggregation_violations(facts: Facts) -> Violations:
     yield from _divisor_rules(facts)
     if facts.per_token is True and facts.aggregation and not facts.aggregation.is_per_token:
         yield (
-            "E11",
-            f"--calculate-per-token-loss is the older spelling of --loss-aggregation {STEP_MEANS[True]} and "
-            f"contradicts {facts.mode}; remove one",
+            f"E11 --calculate-per-token-loss is the older spelling of --loss-aggregation {STEP_MEANS[True]} and "
+            f"contradicts {facts.mode}; remove one"
         )
     yield from _path("--custom-pg-loss-reducer-function-path", facts.reducer_path, REDUCER_PARAMETERS)
     yield from _path("--pg-custom-objective-path", facts.objective_path, OBJECTIVE_PARAMETERS)
@@ -76,12 +70,12 @@ def aggregation_violations(facts: Facts) -> Violations:
 
 def _mode_rules(facts: Facts) -> Violations:
     if not isinstance(facts.mode, str):
-        yield "E2", f"--loss-aggregation must be a string, got {facts.mode!r}"
+        yield f"E2 --loss-aggregation must be a string, got {facts.mode!r}"
     elif facts.aggregation is None:
         hint = did_you_mean(facts.mode, AGGREGATIONS, elsewhere())
-        yield "E3", f"--loss-aggregation {facts.mode!r} is not one of {', '.join(AGGREGATIONS)}{hint}"
+        yield f"E3 --loss-aggregation {facts.mode!r} is not one of {', '.join(AGGREGATIONS)}{hint}"
     if not isinstance(facts.per_token, bool):
-        yield "E4", f"calculate_per_token_loss must be true or false, got {facts.per_token!r}"
+        yield f"E4 calculate_per_token_loss must be true or false, got {facts.per_token!r}"
 
 
 def _divisor_rules(facts: Facts) -> Violations:
@@ -89,31 +83,28 @@ def _divisor_rules(facts: Facts) -> Violations:
     if divisor is None:
         if needs_one and facts.reducer_path is None:
             yield (
-                "E5",
-                f"--loss-aggregation {facts.mode} needs --loss-aggregation-divisor L > 0 (Dr. GRPO: the maximum "
-                "context or response length, all turns together); there is no default",
+                f"E5 --loss-aggregation {facts.mode} needs --loss-aggregation-divisor L > 0 (Dr. GRPO: the maximum "
+                "context or response length, all turns together); there is no default"
             )
         return
     if isinstance(divisor, str):
-        yield "E7", f"--loss-aggregation-divisor must be a number, got {divisor!r}; write it without quotes"
+        yield f"E7 --loss-aggregation-divisor must be a number, got {divisor!r}; write it without quotes"
     elif isinstance(divisor, bool):
-        yield "E6", f"--loss-aggregation-divisor must be a number, got {divisor!r}"
+        yield f"E6 --loss-aggregation-divisor must be a number, got {divisor!r}"
     elif not isinstance(divisor, (int, float)):
-        yield "E7", f"--loss-aggregation-divisor must be a number, got {divisor!r}"
+        yield f"E7 --loss-aggregation-divisor must be a number, got {divisor!r}"
     elif not is_usable_divisor(divisor):
-        yield "E8", f"--loss-aggregation-divisor must be finite and > 0, got {divisor}"
+        yield f"E8 --loss-aggregation-divisor must be finite and > 0, got {divisor}"
     if facts.reducer_path is not None:
         yield (
-            "E10",
-            "--loss-aggregation-divisor has no effect with --custom-pg-loss-reducer-function-path (the reducer owns "
-            "its denominator); remove one",
+            "E10 --loss-aggregation-divisor has no effect with --custom-pg-loss-reducer-function-path (the reducer "
+            "owns its denominator); remove one"
         )
     elif facts.aggregation is not None and not needs_one:
         with_divisor = next(name for name, each in AGGREGATIONS.items() if each.takes_divisor)
         yield (
-            "E9",
-            f"--loss-aggregation-divisor has no effect with --loss-aggregation {facts.mode}; remove it or choose "
-            f"{with_divisor}",
+            f"E9 --loss-aggregation-divisor has no effect with --loss-aggregation {facts.mode}; remove it or choose "
+            f"{with_divisor}"
         )
 
 
@@ -128,12 +119,13 @@ def _path(flag: str, path: Any, parameters: tuple[str, ...]) -> Violations:
     try:
         split_import_path(path)
     except ImportPathError as error:
-        yield "E13", f"{flag} {error}"
+        yield f"E13 {flag} {error}"
         return
     try:
         load_function(path, parameters)
     except ImportPathError as error:
-        yield "E14" if isinstance(error, ImportFailedError) else "E15", f"{flag} {path!r} {error}"
+        rule = "E14" if isinstance(error, ImportFailedError) else "E15"
+        yield f"{rule} {flag} {path!r} {error}"
 
 
 def aggregation_warnings(facts: Facts) -> list[str]:

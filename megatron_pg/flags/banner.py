@@ -134,7 +134,6 @@ def _term_row(term: LossTerm) -> tuple[str, str]:
 
 
 def _loss(term: LossTerm) -> str:
-    """The loss of a token, with its numbers."""
     kind = KINDS[term.kind]
     if not (kind.reads_topk or kind.whole_form):
         return kind.formula

@@ -1,6 +1,7 @@
 """Megatron's settings that cannot be combined with the policy-gradient loss. Needs no torch."""
 
 from collections.abc import Callable
+from functools import partial
 
 from megatron_pg.declarations.choices import AT_ONCE
 from megatron_pg.flags.errors import Violations
@@ -37,158 +38,133 @@ def _is_sharded(facts: Facts, name: str) -> bool:
     return bool(facts.megatron("use_megatron_fsdp")) and isinstance(given, int) and given > 1
 
 
-def _scales_experts_again(facts: Facts) -> bool:
-    is_per_token = facts.is_per_token or facts.per_token is True
-    return not is_per_token and facts.megatron("data_parallel_sharding_strategy") != "optim"
+def _is_per_token(facts: Facts) -> bool:
+    return facts.is_per_token or facts.per_token is True
+
+
+def _fuses_head(facts: Facts) -> bool:
+    return facts.args.pg_fused_head is not None
+
+
+def _has_own_head(facts: Facts) -> bool:
+    return bool(facts.args.fp32_lm_head or facts.args.pg_fused_head)
 
 
 _BATCHES = "E30 {flag} reads its own kind of batches and cannot be combined with megatron_pg; remove it"
+_FSDP = "E19 {flag}%s was not run with --use-megatron-fsdp; remove one"
+_NOT_RUN_UNDER_FSDP = "num_distributed_optimizer_instances", "tensor_model_parallel_size"
 _LOGITS = "E54 {flag} %s, which --pg-fused-head never computes; remove one"
 _SCALE = (
     "E55 {flag} uses a loss scale that is not known when --pg-fused-head computes the gradient; use --pg-fused-head "
     "recompute"
 )
 _STEPS = "E62 {flag} %s, and with --docs-per-step every step has its own number of micro-batches; remove it"
-# Megatron's arguments that are refused where the condition is true, each with its rule and message.
-REFUSED: tuple[tuple[Callable[[Facts], bool], dict[str, str]], ...] = (
+# Megatron's arguments that are refused where the condition is true: name, condition, rule and message.
+REFUSED: tuple[tuple[str, Callable[[Facts], bool], str], ...] = (
+    *((name, lambda facts: True, _RANKS) for name in ("hybrid_context_parallel", "dynamic_context_parallel")),
+    *((name, lambda facts: True, _BATCHES) for name in ("perform_rl_step", "sft", "iterations_to_skip")),
     (
-        lambda facts: True,
-        {
-            "hybrid_context_parallel": _RANKS,
-            "dynamic_context_parallel": _RANKS,
-            "perform_rl_step": _BATCHES,
-            "sft": _BATCHES,
-            "iterations_to_skip": _BATCHES,
-        },
-    ),
-    (
+        "use_torch_fsdp2",
         lambda facts: core_version() < RUNS_FSDP2,
-        {
-            "use_torch_fsdp2": "E19 {flag} raises a TypeError in finalize_model_grads of megatron-core before 0.19.2; "
-            "use 0.19.2, or --use-megatron-fsdp"
-        },
+        "E19 {flag} raises a TypeError in finalize_model_grads of megatron-core before 0.19.2; use 0.19.2, or "
+        "--use-megatron-fsdp",
     ),
     (
-        lambda facts: facts.args.pg_fused_head is not None,
-        {
-            "use_torch_fsdp2": "E19 {flag} frees the output layer's weight after its forward, and --pg-fused-head "
-            "reads it later; use --fp32-lm-head, or --use-megatron-fsdp"
-        },
+        "use_torch_fsdp2",
+        _fuses_head,
+        "E19 {flag} frees the output layer's weight after its forward, and --pg-fused-head reads it later; use "
+        "--fp32-lm-head, or --use-megatron-fsdp",
     ),
     (
-        lambda facts: bool(facts.megatron("num_experts")) and (facts.is_per_token or facts.per_token is True),
-        {
-            "use_torch_fsdp2": "E19 {flag} averages gradients without dividing by the number of positions, so under "
-            "token_mean the router's losses would be too large; use --use-megatron-fsdp, or another aggregation"
-        },
+        "use_torch_fsdp2",
+        lambda facts: bool(facts.megatron("num_experts")) and _is_per_token(facts),
+        "E19 {flag} averages gradients without dividing by the number of positions, so under token_mean the router's "
+        "losses would be too large; use --use-megatron-fsdp, or another aggregation",
     ),
     (
-        lambda facts: facts.args.pg_fused_head is not None and core_version() < FUSES_UNDER_FSDP,
-        {
-            "use_megatron_fsdp": "E19 {flag} loses gradients under --pg-fused-head in megatron-core before 0.19.2; use "
-            "0.19.2, or --fp32-lm-head"
-        },
+        "use_megatron_fsdp",
+        lambda facts: _fuses_head(facts) and core_version() < FUSES_UNDER_FSDP,
+        "E19 {flag} loses gradients under --pg-fused-head in megatron-core before 0.19.2; use 0.19.2, or "
+        "--fp32-lm-head",
     ),
     (
+        "use_megatron_fsdp",
         lambda facts: core_version() < REDUCES_UNSHARDED and _leaves_unreduced(facts),
-        {
-            "use_megatron_fsdp": "E19 {flag} with --data-parallel-sharding-strategy no_shard, the default of 0.16 and "
-            "0.17, does not reduce gradients over ranks in megatron-core before 0.18.2; use "
-            "--data-parallel-sharding-strategy optim_grads_params"
-        },
+        "E19 {flag} with --data-parallel-sharding-strategy no_shard, the default of 0.16 and 0.17, does not reduce "
+        "gradients over ranks in megatron-core before 0.18.2; use --data-parallel-sharding-strategy "
+        "optim_grads_params",
+    ),
+    ("ddp_average_in_collective", lambda facts: bool(facts.megatron("use_megatron_fsdp")), _FSDP % ""),
+    *((name, partial(_is_sharded, name=name), _FSDP % " {value}") for name in _NOT_RUN_UNDER_FSDP),
+    (
+        "pipeline_model_parallel_size",
+        partial(_is_sharded, name="pipeline_model_parallel_size"),
+        "E19 {flag} {value} raises an error when --use-megatron-fsdp creates its process groups; remove one",
     ),
     (
-        lambda facts: bool(facts.megatron("use_megatron_fsdp")),
-        {"ddp_average_in_collective": "E19 {flag} was not run with --use-megatron-fsdp; remove one"},
+        "expert_model_parallel_size",
+        lambda facts: (
+            _is_sharded(facts, "expert_model_parallel_size")
+            and not _is_per_token(facts)
+            and facts.megatron("data_parallel_sharding_strategy") != "optim"
+        ),
+        "E19 {flag} {value} with --use-megatron-fsdp divides experts' gradients by the number of ranks again with "
+        "every micro-batch; use token_mean, --data-parallel-sharding-strategy optim, or no expert parallelism",
+    ),
+    ("ddp_average_in_collective", _is_per_token, "E18 {flag} divides by ranks and cannot be combined with token_mean"),
+    (
+        "defer_embedding_wgrad_compute",
+        _has_own_head,
+        "E53 {flag} delays the output layer's weight gradient, which the float32 head computes at once; remove one",
     ),
     (
-        lambda facts: _is_sharded(facts, "num_distributed_optimizer_instances"),
-        {"num_distributed_optimizer_instances": "E19 {flag} {value} was not run with --use-megatron-fsdp; remove one"},
+        "fp8_output_proj",
+        _has_own_head,
+        "E53 {flag} replaces the output layer with one of Transformer Engine, which has no float32 head; remove one",
     ),
     (
-        lambda facts: _is_sharded(facts, "tensor_model_parallel_size"),
-        {"tensor_model_parallel_size": "E19 {flag} {value} was not run with --use-megatron-fsdp; remove one"},
+        "output_logit_dtype",
+        _has_own_head,
+        "E53 {flag} {value} also changes the precision of the logits; remove it, or the float32 head",
     ),
-    (
-        lambda facts: _is_sharded(facts, "pipeline_model_parallel_size"),
-        {
-            "pipeline_model_parallel_size": "E19 {flag} {value} raises an error when --use-megatron-fsdp creates its "
-            "process groups; remove one"
-        },
-    ),
-    (
-        lambda facts: _is_sharded(facts, "expert_model_parallel_size") and _scales_experts_again(facts),
-        {
-            "expert_model_parallel_size": "E19 {flag} {value} with --use-megatron-fsdp divides experts' gradients by "
-            "the number of ranks again with every micro-batch; use token_mean, --data-parallel-sharding-strategy "
-            "optim, or no expert parallelism"
-        },
-    ),
-    (
-        lambda facts: facts.is_per_token or facts.per_token is True,
-        {"ddp_average_in_collective": "E18 {flag} divides by ranks and cannot be combined with token_mean"},
-    ),
-    (
-        lambda facts: bool(facts.args.fp32_lm_head or facts.args.pg_fused_head),
-        {
-            "defer_embedding_wgrad_compute": "E53 {flag} delays the output layer's weight gradient, which the float32 "
-            "head computes at once; remove one",
-            "fp8_output_proj": "E53 {flag} replaces the output layer with one of Transformer Engine, which has no "
-            "float32 head; remove one",
-            "output_logit_dtype": "E53 {flag} {value} also changes the precision of the logits; remove it, or the "
-            "float32 head",
-        },
-    ),
-    (
-        lambda facts: facts.args.pg_fused_head is not None,
-        {"use_mup": _LOGITS % "scales the logits", "cross_entropy_loss_fusion": _LOGITS % "is a loss over logits"},
-    ),
-    (lambda facts: facts.args.pg_fused_head in AT_ONCE, {"fp16": _SCALE, "loss_scale": _SCALE}),
-    (
-        _takes_documents,
-        {
-            "rampup_batch_size": _STEPS % "sets the number of micro-batches by a schedule",
-            "decrease_batch_size_if_needed": _STEPS % "changes the number of micro-batches",
-            "train_samples": _STEPS % "is divided by --global-batch-size into steps (use --train-iters)",
-            "cuda_graph_impl": _STEPS % "captures a number of micro-batches of one shape",
-        },
-    ),
+    ("use_mup", _fuses_head, _LOGITS % "scales the logits"),
+    ("cross_entropy_loss_fusion", _fuses_head, _LOGITS % "is a loss over logits"),
+    *((name, lambda facts: facts.args.pg_fused_head in AT_ONCE, _SCALE) for name in ("fp16", "loss_scale")),
+    ("rampup_batch_size", _takes_documents, _STEPS % "sets the number of micro-batches by a schedule"),
+    ("decrease_batch_size_if_needed", _takes_documents, _STEPS % "changes the number of micro-batches"),
+    ("train_samples", _takes_documents, _STEPS % "is divided by --global-batch-size into steps (use --train-iters)"),
+    ("cuda_graph_impl", _takes_documents, _STEPS % "captures a number of micro-batches of one shape"),
 )
 
 
 def compatibility_violations(facts: Facts) -> Violations:
     """Rules E12, E18 to E21, E27 to E30, E53 to E55, E62 and E65."""
-    for applies, refused in REFUSED:
-        for name, text in refused.items() if applies(facts) else ():
-            value = facts.megatron(name)
-            if value not in (None, False, "", "none", []):
-                rule, _, message = text.partition(" ")
-                yield rule, message.format(flag=f"--{name.replace('_', '-')}", value=value)
+    for name, applies, text in REFUSED:
+        value = facts.megatron(name)
+        if value not in (None, False, "", "none", []) and applies(facts):
+            yield text.format(flag=f"--{name.replace('_', '-')}", value=value)
     loader = facts.megatron("dataloader_type", "external")
     if loader != "external":
         yield (
-            "E29",
-            f"--dataloader-type {loader} wraps the iterator of packed micro-batches in a data loader; use "
-            "--dataloader-type external",
+            f"E29 --dataloader-type {loader} wraps the iterator of packed micro-batches in a data loader; use "
+            "--dataloader-type external"
         )
     graph = [facts.megatron(name) for name in ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules")]
     if any(name in ("full_iteration", "CudaGraphScope.full_iteration") for name in _flatten(graph)):
-        yield "E20", "--cuda-graph-impl full_iteration freezes the step's denominators; capture layers instead"
+        yield "E20 --cuda-graph-impl full_iteration freezes the step's denominators; capture layers instead"
     recomputes_mtp = facts.megatron("mtp_num_layers") and facts.megatron("recompute_granularity") == "full"
     if recomputes_mtp and (0, 18) <= core_version() < (0, 19, 2):
         yield (
-            "E21",
-            "--recompute-granularity full with --mtp-num-layers raises a TypeError inside megatron-core 0.18 to "
-            "0.19.1; use 0.19.2, --recompute-granularity selective, or no multi-token prediction",
+            "E21 --recompute-granularity full with --mtp-num-layers raises a TypeError inside megatron-core 0.18 to "
+            "0.19.1; use 0.19.2, --recompute-granularity selective, or no multi-token prediction"
         )
     if (facts.megatron("gtp_weight_remat_size", 1) or 1) > 1:
-        yield "E28", "--tensor-parallel-num-weight-shards > 1 is not verified for --loss-aggregation; remove it"
+        yield "E28 --tensor-parallel-num-weight-shards > 1 is not verified for --loss-aggregation; remove it"
     if _captures_router(facts) and _needs_router_scale(facts):
         yield (
-            "E65",
-            "--cuda-graph-impl transformer_engine captures the router with the coefficients of its losses, which "
+            "E65 --cuda-graph-impl transformer_engine captures the router with the coefficients of its losses, which "
             "change with every step under token_mean in megatron-core before 0.19; leave moe out of "
-            "--cuda-graph-scope, or use 0.19",
+            "--cuda-graph-scope, or use 0.19"
         )
 
 
@@ -231,7 +207,7 @@ def _captures_router(facts: Facts) -> bool:
 
 def _needs_router_scale(facts: Facts) -> bool:
     """Whether the step multiplies the coefficients of the router's losses (`megatron_pg.step.experts`)."""
-    if not (facts.is_per_token or facts.per_token is True) or core_version() >= SCALES_ROUTER_LOSSES:
+    if not _is_per_token(facts) or core_version() >= SCALES_ROUTER_LOSSES:
         return False
     tp_size, cp_size = (facts.megatron(f"{kind}_parallel_size") or 1 for kind in ("tensor_model", "context"))
     losses = _balancing_losses(facts)

@@ -1,10 +1,15 @@
 """Errors and warnings of the rules."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megatron_pg.rollouts.printable import printable
 
-Violations = Iterator[tuple[str, str]]  # (rule, message)
+Violations = Iterator[str]  # the rule's number and the message, "E2 --flag …"
+
+
+def numbered(violations: Iterable[str]) -> list[tuple[str, str]]:
+    """Violations as (rule, message) pairs."""
+    return [(text.partition(" ")[0], text.partition(" ")[2]) for text in violations]
 
 
 class ArgumentError(ValueError):

@@ -11,36 +11,29 @@ from megatron_pg.flags.values import choice
 
 def add_head_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the flags of the LM head."""
-    group.add_argument(
-        "--fp32-lm-head",
-        action="store_true",
-        help="Compute logits in float32 from bfloat16 hidden states and weights, so that log-probabilities are as "
-        "exact as those of a float32 sampler. All logits are stored.",
+    fp32_lm_head = (
+        "Compute logits in float32 from bfloat16 hidden states and weights, so that log-probabilities are as exact as "
+        "those of a float32 sampler. All logits are stored."
     )
-    group.add_argument(
-        "--pg-fused-head",
-        nargs="?",
-        const="forward",
-        choices=HEAD_MODES,
-        help="Compute the loss from the last hidden states in chunks of tokens, with float32 logits that are never "
-        "stored. forward (default if no value is given): the gradient is computed together with the loss. recompute: "
-        "the logits are computed again in the backward, for loss scaling and for sequence-level losses. scaled_exp: as "
+    group.add_argument("--fp32-lm-head", action="store_true", help=fp32_lm_head)
+    head_mode = (
+        "Compute the loss from the last hidden states in chunks of tokens, with float32 logits that are never stored. "
+        "forward (default if no value is given): the gradient is computed together with the loss. recompute: the "
+        "logits are computed again in the backward, for loss scaling and for sequence-level losses. scaled_exp: as "
         "forward, faster and with less memory, with 1.4 times the rounding error of the weight gradient, for losses "
-        "without entropies on compute capability 9.0.",
+        "without entropies on compute capability 9.0."
     )
-    group.add_argument(
-        "--fp32-lm-head-backward",
-        choices=HEAD_BACKWARDS,
-        help="Precision of the logits' gradient in the backward GEMMs. bf16 (default): rounded, as in Megatron. split: "
-        "two bfloat16 parts, which give a weight gradient exact to 1e-5 at twice the cost of the GEMMs.",
+    group.add_argument("--pg-fused-head", nargs="?", const="forward", choices=HEAD_MODES, help=head_mode)
+    fp32_lm_head_backward = (
+        "Precision of the logits' gradient in the backward GEMMs. bf16 (default): rounded, as in Megatron. split: two "
+        "bfloat16 parts, which give a weight gradient exact to 1e-5 at twice the cost of the GEMMs."
     )
-    group.add_argument(
-        "--pg-vocab-size",
-        type=int,
-        metavar="V",
-        help="Vocabulary size of the rollout engine. Columns of the logits from V on are padding and get no "
-        "probability. Default: all columns of Megatron's padded vocabulary.",
+    group.add_argument("--fp32-lm-head-backward", choices=HEAD_BACKWARDS, help=fp32_lm_head_backward)
+    vocab_size = (
+        "Vocabulary size of the rollout engine. Columns of the logits from V on are padding and get no probability. "
+        "Default: all columns of Megatron's padded vocabulary."
     )
+    group.add_argument("--pg-vocab-size", type=int, metavar="V", help=vocab_size)
 
 
 def head_violations(facts: Facts) -> Violations:
@@ -51,9 +44,8 @@ def head_violations(facts: Facts) -> Violations:
     backward = args.fp32_lm_head_backward
     if backward is not None and not (args.fp32_lm_head or args.pg_fused_head):
         yield (
-            "E51",
-            f"--fp32-lm-head-backward {backward} has no effect without --fp32-lm-head or --pg-fused-head; add one or "
-            "remove it",
+            f"E51 --fp32-lm-head-backward {backward} has no effect without --fp32-lm-head or --pg-fused-head; add one "
+            "or remove it"
         )
     if args.pg_fused_head in AT_ONCE:
         for reader in _sequence_readers(facts):
@@ -61,21 +53,19 @@ def head_violations(facts: Facts) -> Violations:
     if args.pg_fused_head == "scaled_exp":
         for reader in _entropy_readers(facts):
             yield (
-                "E56",
-                f"--pg-fused-head scaled_exp computes only log-probabilities, and {reader} needs more; use "
-                "--pg-fused-head forward",
+                f"E56 --pg-fused-head scaled_exp computes only log-probabilities, and {reader} needs more; use "
+                "--pg-fused-head forward"
             )
         if backward == "split":
             yield (
-                "E56",
-                "--pg-fused-head scaled_exp has no float32 gradient for --fp32-lm-head-backward split; use "
-                "--pg-fused-head forward",
+                "E56 --pg-fused-head scaled_exp has no float32 gradient for --fp32-lm-head-backward split; use "
+                "--pg-fused-head forward"
             )
 
 
 def _choice_rules(args: argparse.Namespace) -> Violations:
     if not isinstance(args.fp32_lm_head, bool):
-        yield "E50", f"--fp32-lm-head must be true or false, got {args.fp32_lm_head!r}"
+        yield f"E50 --fp32-lm-head must be true or false, got {args.fp32_lm_head!r}"
     for flag, value, choices in (
         ("--pg-fused-head", args.pg_fused_head, HEAD_MODES),
         ("--fp32-lm-head-backward", args.fp32_lm_head_backward, HEAD_BACKWARDS),
@@ -89,21 +79,19 @@ def _vocabulary_rules(args: argparse.Namespace, padded: int | None) -> Violation
     if size is None:
         return
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        yield "E52", f"--pg-vocab-size must be a whole number >= 1, got {size!r}"
+        yield f"E52 --pg-vocab-size must be a whole number >= 1, got {size!r}"
     elif padded is not None and size > padded:
         yield (
-            "E52",
-            f"--pg-vocab-size {size} is more than the {padded} columns of the logits; give the vocabulary size of the "
-            "rollout engine",
+            f"E52 --pg-vocab-size {size} is more than the {padded} columns of the logits; give the vocabulary size of "
+            "the rollout engine"
         )
 
 
 def recompute_violation(reader: str, mode: str) -> Violations:
     """Rule E55 for a flag with a sequence-level loss. A custom objective is tried at startup to find that out."""
     yield (
-        "E55",
-        f"--pg-fused-head {mode} computes the gradient of a chunk before the next chunk is read, and {reader} reads "
-        "whole sequences; use --pg-fused-head recompute",
+        f"E55 --pg-fused-head {mode} computes the gradient of a chunk before the next chunk is read, and {reader} "
+        "reads whole sequences; use --pg-fused-head recompute"
     )
 
 

@@ -20,33 +20,22 @@ from megatron_pg.flags.values import are_numbers, choice, number
 
 def add_objective_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the flags of the objective."""
-    group.add_argument(
-        "--pg-objective",
-        choices=OBJECTIVES,
-        default=objectives.DEFAULT,
-        help="Loss of one token; docs/objectives.md has the formulas. Default grpo, the clipped surrogate of PPO.",
+    objective = "Loss of one token; docs/objectives.md has the formulas. Default grpo, the clipped surrogate of PPO."
+    group.add_argument("--pg-objective", choices=OBJECTIVES, default=objectives.DEFAULT, help=objective)
+    custom_objective_path = (
+        "package.module:function or package.module.function of a custom objective "
+        f"fn({', '.join(OBJECTIVE_PARAMETERS)}) -> Tensor. It replaces --pg-objective."
     )
-    group.add_argument(
-        "--pg-custom-objective-path",
-        metavar="PATH",
-        help="package.module:function or package.module.function of a custom objective "
-        f"fn({', '.join(OBJECTIVE_PARAMETERS)}) -> Tensor. It replaces --pg-objective.",
-    )
+    group.add_argument("--pg-custom-objective-path", metavar="PATH", help=custom_objective_path)
     _add_numbers(group, objectives.numbers())
-    group.add_argument(
-        "--pg-correction",
-        choices=CORRECTIONS,
-        default="none",
-        help="Correction of the policy loss for the mismatch of trainer and rollout engine. Default none.",
-    )
+    correction = "Correction of the policy loss for the mismatch of trainer and rollout engine. Default none."
+    group.add_argument("--pg-correction", choices=CORRECTIONS, default="none", help=correction)
     _add_numbers(group, corrections.NUMBERS)
-    group.add_argument(
-        "--pg-denominator",
-        choices=DENOMINATORS,
-        default="scheduled",
-        help="What the denominators count. scheduled: all rollouts and trained tokens. live: only rollouts and prompt "
-        "groups with a trained token. kept: only those, and tokens, that --pg-correction does not reject.",
+    denominator = (
+        "What the denominators count. scheduled: all rollouts and trained tokens. live: only rollouts and prompt "
+        "groups with a trained token. kept: only those, and tokens, that --pg-correction does not reject."
     )
+    group.add_argument("--pg-denominator", choices=DENOMINATORS, default="scheduled", help=denominator)
     _add_further_arguments(group)
 
 
@@ -55,39 +44,24 @@ def _add_further_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--pg-kl-coef", type=float, default=0.0, metavar="BETA", help="Adds BETA times KL(π‖π_ref). Default 0."
     )
-    group.add_argument(
-        "--pg-kl-estimator",
-        choices=KL_ESTIMATORS,
-        help="Estimator of --pg-kl-coef; required with it. k3_weighted has the right value and the right gradient.",
+    kl_estimator = (
+        "Estimator of --pg-kl-coef; required with it. k3_weighted has the right value and the right gradient."
     )
-    group.add_argument(
-        "--pg-entropy-coef",
-        type=float,
-        default=0.0,
-        metavar="ETA",
-        help="Subtracts ETA times the exact entropy of softmax(z / TAU) over the vocabulary. Default 0.",
+    group.add_argument("--pg-kl-estimator", choices=KL_ESTIMATORS, help=kl_estimator)
+    entropy_coef = "Subtracts ETA times the exact entropy of softmax(z / TAU) over the vocabulary. Default 0."
+    group.add_argument("--pg-entropy-coef", type=float, default=0.0, metavar="ETA", help=entropy_coef)
+    aux_aggregation = (
+        "Weights of the KL and entropy terms. default: sample_mean, or token_mean with --calculate-per-token-loss. "
+        "policy: the weights of the policy loss."
     )
-    group.add_argument(
-        "--pg-aux-aggregation",
-        choices=AUX_AGGREGATIONS,
-        default="default",
-        help="Weights of the KL and entropy terms. default: sample_mean, or token_mean with "
-        "--calculate-per-token-loss. policy: the weights of the policy loss.",
+    group.add_argument("--pg-aux-aggregation", choices=AUX_AGGREGATIONS, default="default", help=aux_aggregation)
+    mtp_aggregation = (
+        "Weights of the cross-entropies of Megatron's --mtp-num-layers. token_mean: each depth is averaged over all "
+        "tokens of the step that it can predict. policy: by --loss-aggregation."
     )
-    group.add_argument(
-        "--pg-mtp-aggregation",
-        choices=MTP_AGGREGATIONS,
-        default="token_mean",
-        help="Weights of the cross-entropies of Megatron's --mtp-num-layers. token_mean: each depth is averaged over "
-        "all tokens of the step that it can predict. policy: by --loss-aggregation.",
-    )
-    group.add_argument(
-        "--pg-grad-divisor",
-        type=float,
-        default=1.0,
-        metavar="G",
-        help="Divides the gradient, not the reported loss. Default 1 (docs/objectives.md: parity with DeepSpeed).",
-    )
+    group.add_argument("--pg-mtp-aggregation", choices=MTP_AGGREGATIONS, default="token_mean", help=mtp_aggregation)
+    grad_divisor = "Divides the gradient, not the reported loss. Default 1 (docs/objectives.md: parity with DeepSpeed)."
+    group.add_argument("--pg-grad-divisor", type=float, default=1.0, metavar="G", help=grad_divisor)
 
 
 def _add_numbers(group: argparse._ArgumentGroup, numbers: Iterable[Number]) -> None:
@@ -122,8 +96,8 @@ def _objective_rules(facts: Facts) -> Violations:
     args = facts.args
     if facts.objective_path is not None and args.pg_objective != objectives.DEFAULT:
         yield (
-            "E44",
-            f"--pg-custom-objective-path replaces --pg-objective, which is {args.pg_objective}; remove one of the two",
+            f"E44 --pg-custom-objective-path replaces --pg-objective, which is {args.pg_objective}; remove one of the "
+            "two"
         )
     if facts.objective is None:
         return
@@ -135,9 +109,9 @@ def _given_and_read(args: argparse.Namespace, reads: Reads, chosen: str, numbers
     for declared in numbers:
         is_given = vars(args)[declared.attribute] is not None
         if is_given and declared not in reads:
-            yield "E40", f"{declared.flag} has no effect with {chosen}; remove it"
+            yield f"E40 {declared.flag} has no effect with {chosen}; remove it"
         if not is_given and declared in reads and reads[declared] is None:
-            yield "E41", f"{chosen} needs {declared.flag}; there is no default"
+            yield f"E41 {chosen} needs {declared.flag}; there is no default"
 
 
 def _correction_rules(facts: Facts) -> Violations:
@@ -149,16 +123,12 @@ def _correction_rules(facts: Facts) -> Violations:
     numbers = facts.correction_numbers
     low, high = numbers.get("correction_low", math.nan), numbers.get("correction_high", math.nan)
     if are_numbers(low, high) and not low < high:
-        yield (
-            "E42",
-            f"--pg-correction-low {low:g} is not below --pg-correction-high {high:g}; give bounds with low < high",
-        )
+        yield f"E42 --pg-correction-low {low:g} is not below --pg-correction-high {high:g}; give bounds with low < high"
     if declared.bounds and are_numbers(low) and low < 0:
-        yield "E42", f"--pg-correction-low {low:g} bounds {declared.bounds}, which is never negative; use 0"
+        yield f"E42 --pg-correction-low {low:g} bounds {declared.bounds}, which is never negative; use 0"
     if declared.bounds and are_numbers(high) and low != high and high <= 0:
         yield (
-            "E42",
-            f"--pg-correction-high {high:g} bounds {declared.bounds}, so every weight would be 0; give a bound > 0",
+            f"E42 --pg-correction-high {high:g} bounds {declared.bounds}, so every weight would be 0; give a bound > 0"
         )
 
 
@@ -166,17 +136,15 @@ def _auxiliary_rules(args: argparse.Namespace) -> Violations:
     has_kl, has_entropy = args.pg_kl_coef != 0, args.pg_entropy_coef != 0
     if has_kl and args.pg_kl_estimator is None:
         yield (
-            "E41",
-            "--pg-kl-coef needs --pg-kl-estimator; there is no default (k3_weighted has the right value and gradient; "
-            "the GRPO paper uses k3)",
+            "E41 --pg-kl-coef needs --pg-kl-estimator; there is no default (k3_weighted has the right value and "
+            "gradient; the GRPO paper uses k3)"
         )
     if not has_kl and args.pg_kl_estimator is not None:
-        yield "E40", "--pg-kl-estimator has no effect without --pg-kl-coef; remove it or give a coefficient > 0"
+        yield "E40 --pg-kl-estimator has no effect without --pg-kl-coef; remove it or give a coefficient > 0"
     if not has_kl and not has_entropy and args.pg_aux_aggregation == "policy":
         yield (
-            "E40",
-            "--pg-aux-aggregation policy has no effect without --pg-kl-coef or --pg-entropy-coef; remove it or give "
-            "one",
+            "E40 --pg-aux-aggregation policy has no effect without --pg-kl-coef or --pg-entropy-coef; remove it or "
+            "give one"
         )
 
 
@@ -185,15 +153,13 @@ def _prediction_rules(facts: Facts) -> Violations:
         return
     if not facts.megatron("mtp_num_layers"):
         yield (
-            "E40",
-            "--pg-mtp-aggregation policy has no effect without --mtp-num-layers; remove it or give the number of "
-            "layers",
+            "E40 --pg-mtp-aggregation policy has no effect without --mtp-num-layers; remove it or give the number of "
+            "layers"
         )
     if facts.reducer_path is not None:
         yield (
-            "E43",
-            "--pg-mtp-aggregation policy needs weights that --custom-pg-loss-reducer-function-path does not compute "
-            "for multi-token prediction; use token_mean",
+            "E43 --pg-mtp-aggregation policy needs weights that --custom-pg-loss-reducer-function-path does not "
+            "compute for multi-token prediction; use token_mean"
         )
 
 
@@ -203,26 +169,21 @@ def _denominator_rules(facts: Facts) -> Violations:
         return
     if facts.reducer_path is not None:
         yield (
-            "E43",
-            f"{chosen} has no effect with --custom-pg-loss-reducer-function-path (the reducer owns its denominator); "
-            "remove one",
+            f"E43 {chosen} has no effect with --custom-pg-loss-reducer-function-path (the reducer owns its "
+            "denominator); remove one"
         )
     if args.pg_denominator == "live" and facts.is_per_token:
-        yield "E43", f"{chosen} has no effect with {facts.mode}, which does not count rollouts; remove it"
+        yield f"E43 {chosen} has no effect with {facts.mode}, which does not count rollouts; remove it"
     rejects = facts.correction.rejects if facts.correction else None
     if args.pg_denominator != "kept" or rejects == "data":
         return
     if rejects == "model":
         yield (
-            "E43",
-            f"{chosen} cannot be combined with --pg-correction {args.pg_correction}, whose rejections are known only "
-            "after the forward, when the denominators are fixed; use scheduled or live",
+            f"E43 {chosen} cannot be combined with --pg-correction {args.pg_correction}, whose rejections are known "
+            "only after the forward, when the denominators are fixed; use scheduled or live"
         )
     else:
-        yield (
-            "E43",
-            f"{chosen} has no effect with --pg-correction {args.pg_correction}, which rejects no token; use live",
-        )
+        yield f"E43 {chosen} has no effect with --pg-correction {args.pg_correction}, which rejects no token; use live"
 
 
 def objective_warnings(facts: Facts) -> list[str]:

@@ -33,9 +33,8 @@ def sampling_mask_violations(facts: Facts) -> Violations:
     yield from choice("--pg-sampling-mask-entropy", args.pg_sampling_mask_entropy, SAMPLING_MASK_ENTROPIES)
     if args.pg_sampling_mask_entropy == "kept" and not _reads_entropy(facts):
         yield (
-            "E40",
-            "--pg-sampling-mask-entropy kept has no effect without an entropy: --pg-entropy-coef, a --pg-term of the "
-            "kind entropy or --pg-metrics with_entropy; remove it or give one",
+            "E40 --pg-sampling-mask-entropy kept has no effect without an entropy: --pg-entropy-coef, a --pg-term of "
+            "the kind entropy or --pg-metrics with_entropy; remove it or give one"
         )
 
 

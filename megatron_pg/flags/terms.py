@@ -17,29 +17,24 @@ from megatron_pg.rollouts.fields import POLICY
 
 def add_term_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the flag."""
-    group.add_argument(
-        "--pg-term",
-        action="append",
-        metavar="NAME:KIND[,OPTION=VALUE]...",
-        help=f"Adds a loss term with its own tokens and denominators. Kinds: {', '.join(KINDS_OF_FLAG)}. Options: "
-        "weight (default 1), aggregation and divisor (default: as --loss-aggregation), on (the loss term whose tokens "
-        f"it uses; {POLICY} is the objective), estimator (of a KL divergence), beta and alpha (of a teacher's "
+    term = (
+        f"Adds a loss term with its own tokens and denominators. Kinds: {', '.join(KINDS_OF_FLAG)}. Options: weight "
+        "(default 1), aggregation and divisor (default: as --loss-aggregation), on (the loss term whose tokens it "
+        f"uses; {POLICY} is the objective), estimator (of a KL divergence), beta and alpha (of a teacher's "
         f"divergence), temperature (of a top-k teacher, default 1). {POLICY}:{POLICY},weight=0 drops the objective. "
-        "May be repeated.",
+        "May be repeated."
     )
-    group.add_argument(
-        "--pg-teacher-tail-floor",
-        type=float,
-        metavar="P",
-        help="Lower bound of the probability that a top-k teacher leaves for all other tokens, for the kinds topk_*. "
-        f"Without it the divergence is infinite where the top-k tokens sum to 1. Default {TAIL_FLOOR:g}.",
+    group.add_argument("--pg-term", action="append", metavar="NAME:KIND[,OPTION=VALUE]...", help=term)
+    teacher_tail_floor = (
+        "Lower bound of the probability that a top-k teacher leaves for all other tokens, for the kinds topk_*. "
+        f"Without it the divergence is infinite where the top-k tokens sum to 1. Default {TAIL_FLOOR:g}."
     )
-    group.add_argument(
-        "--pg-teacher-head",
-        metavar="PATH[:NAME]",
-        help="The teacher's output layer, for the kinds full_*: a matrix [V, H] of a safetensors file. NAME is its "
-        "name in the file, by default weight. Each tensor-parallel rank reads its rows.",
+    group.add_argument("--pg-teacher-tail-floor", type=float, metavar="P", help=teacher_tail_floor)
+    teacher_head = (
+        "The teacher's output layer, for the kinds full_*: a matrix [V, H] of a safetensors file. NAME is its name in "
+        "the file, by default weight. Each tensor-parallel rank reads its rows."
     )
+    group.add_argument("--pg-teacher-head", metavar="PATH[:NAME]", help=teacher_head)
 
 
 def term_violations(facts: Facts) -> Violations:
@@ -50,15 +45,15 @@ def term_violations(facts: Facts) -> Violations:
         yield from _hidden_rules(facts, ())
         return
     if not isinstance(texts, (list, tuple)) or not texts:
-        yield "E71", f"--pg-term must be a list of texts, one for each loss term, got {texts!r}"
+        yield f"E71 --pg-term must be a list of texts, one for each loss term, got {texts!r}"
         return
     for text, error in facts.wrong_terms:
-        yield "E71", f"--pg-term {text} {error}"
+        yield f"E71 --pg-term {text} {error}"
     if not facts.wrong_terms:
         terms = facts.given_terms
         yield from () if floor is None else _floor_rules(floor, terms)
         yield from _hidden_rules(facts, terms)
-        yield from (("E72", message) for message in _contradictions(terms))
+        yield from _contradictions(terms)
         yield from _together(facts, terms)
 
 
@@ -66,9 +61,8 @@ def _floor_rules(floor: object, terms: Sequence[LossTerm]) -> Violations:
     yield from number("--pg-teacher-tail-floor", floor, ABOVE_ZERO, math.nextafter(1.0, 0.0), "between 0 and 1")
     if not any(term.reads_topk and KINDS[term.kind].has_tail for term in terms):
         yield (
-            "E73",
-            f"--pg-teacher-tail-floor {floor} has no effect without a --pg-term of a kind topk_* that has a tail; "
-            "remove it",
+            f"E73 --pg-teacher-tail-floor {floor} has no effect without a --pg-term of a kind topk_* that has a tail; "
+            "remove it"
         )
 
 
@@ -76,53 +70,43 @@ def _hidden_rules(facts: Facts, terms: Sequence[LossTerm]) -> Violations:
     """Rules of a teacher over the whole vocabulary: its output layer, and the fused head of the model."""
     head, readers = facts.args.pg_teacher_head, [term for term in terms if term.reads_hidden]
     if head is not None and not (isinstance(head, str) and head.strip(":")):
-        yield "E73", f"--pg-teacher-head must be PATH or PATH:NAME, got {head!r}"
+        yield f"E73 --pg-teacher-head must be PATH or PATH:NAME, got {head!r}"
     elif head is not None and not readers:
-        yield "E73", f"--pg-teacher-head {head} has no effect without a --pg-term of a kind full_*; remove it"
+        yield f"E73 --pg-teacher-head {head} has no effect without a --pg-term of a kind full_*; remove it"
     readers = [term for term in readers if term.weight]
     for term in readers:
         if head is None:
             yield (
-                "E73",
-                f"{term.flag} computes the teacher's logits from its hidden states; add --pg-teacher-head PATH, the "
-                "teacher's output layer",
+                f"E73 {term.flag} computes the teacher's logits from its hidden states; add --pg-teacher-head PATH, "
+                "the teacher's output layer"
             )
         if facts.args.pg_fused_head is None:
             yield (
-                "E73",
-                f"{term.flag} needs the fused head, which computes the logits of teacher and model in chunks; add "
-                "--pg-fused-head forward, or recompute",
+                f"E73 {term.flag} needs the fused head, which computes the logits of teacher and model in chunks; add "
+                "--pg-fused-head forward, or recompute"
             )
         if (term.kind, term.mixture) != (readers[0].kind, readers[0].mixture):
             yield (
-                "E73",
-                f"{term.flag} and {readers[0].flag} are different divergences from the same teacher; give both the "
-                "same kind and beta",
+                f"E73 {term.flag} and {readers[0].flag} are different divergences from the same teacher; give both the "
+                "same kind and beta"
             )
         for other in (term for term in terms if term.reads_topk and term.weight):
             yield (
-                "E73",
-                f"{term.flag} reads the teacher's whole vocabulary and {other.flag} its top-k tokens, and one forward "
-                "pass can read only one of them; remove one",
+                f"E73 {term.flag} reads the teacher's whole vocabulary and {other.flag} its top-k tokens, and one "
+                "forward pass can read only one of them; remove one"
             )
 
 
-def _contradictions(terms: list[LossTerm]) -> list[str]:
-    messages, with_tokens = [], {POLICY} | {term.name for term in terms if term.on is None}
-    names = [term.name for term in terms]
+def _contradictions(terms: list[LossTerm]) -> Violations:
+    names, with_tokens = [term.name for term in terms], {POLICY} | {term.name for term in terms if term.on is None}
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
-            messages.append(f"--pg-term {name} is given {names.count(name)} times; give each loss term its own name")
+            yield f"E72 --pg-term {name} is given {names.count(name)} times; give each loss term its own name"
     for term in terms:
         if term.on in names and term.on not in with_tokens:
-            messages.append(
-                f"{term.flag},on={term.on}: {term.on} uses the tokens of another loss term; name that loss term"
-            )
+            yield f"E72 {term.flag},on={term.on}: {term.on} uses the tokens of another loss term; name that loss term"
         elif term.on is not None and term.on not in with_tokens:
-            messages.append(
-                f"{term.flag},on={term.on} is not a loss term; choose one of {', '.join(sorted(with_tokens))}"
-            )
-    return messages
+            yield f"E72 {term.flag},on={term.on} is not a loss term; choose one of {', '.join(sorted(with_tokens))}"
 
 
 def _together(facts: Facts, terms: list[LossTerm]) -> Violations:
@@ -131,22 +115,20 @@ def _together(facts: Facts, terms: list[LossTerm]) -> Violations:
         temperature = 1.0 if term.temperature is None else term.temperature
         if term.reads_topk and temperature != facts.args.pg_temperature:
             yield (
-                "E73",
-                f"{term.flag} has a teacher at temperature {temperature:g}, and --pg-temperature is "
+                f"E73 {term.flag} has a teacher at temperature {temperature:g}, and --pg-temperature is "
                 f"{facts.args.pg_temperature}: top-k log-probabilities cannot be converted between temperatures; "
-                "record the teacher at this temperature and pass temperature=…",
+                "record the teacher at this temperature and pass temperature=…"
             )
     if facts.has_objective:
         return
     for term in terms:
         if term.aggregation == AS_POLICY:
             yield (
-                "E73",
-                f"{term.flag},aggregation={AS_POLICY} uses the weights of the objective, which --pg-term "
-                f"{POLICY}:{POLICY},weight=0 drops; name an aggregation",
+                f"E73 {term.flag},aggregation={AS_POLICY} uses the weights of the objective, which --pg-term "
+                f"{POLICY}:{POLICY},weight=0 drops; name an aggregation"
             )
     if not any(term.weight for term in terms):
-        yield "E73", f"--pg-term {POLICY}:{POLICY},weight=0 leaves no loss; add another loss term, or remove it"
+        yield f"E73 --pg-term {POLICY}:{POLICY},weight=0 leaves no loss; add another loss term, or remove it"
     of_objective = (
         ("--pg-correction", facts.args.pg_correction, {*CORRECTIONS} - {"none"}),
         ("--pg-denominator", facts.args.pg_denominator, {*DENOMINATORS} - {"scheduled"}),
@@ -154,13 +136,11 @@ def _together(facts: Facts, terms: list[LossTerm]) -> Violations:
     for flag, value, choices in of_objective:
         if isinstance(value, str) and value in choices:  # rule E25 reports any other value
             yield (
-                "E73",
-                f"{flag} {value} has no effect without the objective, which --pg-term {POLICY}:{POLICY},weight=0 "
-                "drops; remove one of the two",
+                f"E73 {flag} {value} has no effect without the objective, which --pg-term {POLICY}:{POLICY},weight=0 "
+                "drops; remove one of the two"
             )
     if facts.args.pg_kl_coef or facts.args.pg_entropy_coef:
         yield (
-            "E73",
-            f"--pg-kl-coef and --pg-entropy-coef are terms of the objective, which --pg-term "
-            f"{POLICY}:{POLICY},weight=0 drops; write --pg-term NAME:kl,on={POLICY} or NAME:entropy,on={POLICY}",
+            "E73 --pg-kl-coef and --pg-entropy-coef are terms of the objective, which --pg-term "
+            f"{POLICY}:{POLICY},weight=0 drops; write --pg-term NAME:kl,on={POLICY} or NAME:entropy,on={POLICY}"
         )

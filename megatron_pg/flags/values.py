@@ -11,9 +11,9 @@ from megatron_pg.flags.errors import Violations
 def number(flag: str, value: object, low: float, high: float, requirement: str) -> Violations:
     """Rule E24: a finite number from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        yield "E24", f"{flag} must be a number, got {value!r}"
+        yield f"E24 {flag} must be a number, got {value!r}"
     elif not (is_finite(value) and low <= value <= high):
-        yield "E24", f"{flag} must be {requirement}, got {value}"
+        yield f"E24 {flag} must be {requirement}, got {value}"
 
 
 def choice(
@@ -26,7 +26,7 @@ def choice(
     """Rule E25 (E50 of the head): one of several words; `elsewhere` maps the words of other frameworks to ours."""
     if not (isinstance(value, str) and value in choices):
         hint = did_you_mean(f"{value}", choices, elsewhere)
-        yield rule, f"{flag} {value!r} is not one of {', '.join(choices)}{hint}"
+        yield f"{rule} {flag} {value!r} is not one of {', '.join(choices)}{hint}"
 
 
 def is_finite(value: float) -> bool:

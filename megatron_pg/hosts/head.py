@@ -69,7 +69,11 @@ class HostHead:
 
 def output_layers(chunks: Sequence[Any]) -> list[Any]:
     """The output layers of the chunks that have one."""
-    layers = [getattr(_unwrapped(chunk), "output_layer", None) for chunk in chunks]
+    layers = []
+    for chunk in chunks:
+        while hasattr(chunk, "module"):
+            chunk = chunk.module
+        layers.append(getattr(chunk, "output_layer", None))
     return [layer for layer in layers if layer is not None]
 
 
@@ -78,9 +82,3 @@ def _agree(error: ValueError | None) -> None:
     failed = all_gather_rows(torch.tensor([float(error is not None)]), error=error)[:, 0].nonzero()[:, 0].tolist()
     if failed:
         raise ScheduleError(broadcast_text(str(error or ""), failed[0])) from error
-
-
-def _unwrapped(chunk: Any) -> Any:
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk

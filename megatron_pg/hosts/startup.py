@@ -58,11 +58,10 @@ def flag_of(name: str) -> str:
 def add_host_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our flags, and the path of a run's metrics."""
     add_arguments(parser)
-    parser.add_argument(
-        "--pg-metrics-file",
-        metavar="PATH",
-        help="metrics.jsonl of the run, one line per optimizer step; a resumed run continues it. Default: no file.",
+    metrics_file = (
+        "metrics.jsonl of the run, one line per optimizer step; a resumed run continues it. Default: no file."
     )
+    parser.add_argument("--pg-metrics-file", metavar="PATH", help=metrics_file)
     return parser
 
 
@@ -119,7 +118,8 @@ def check(
             host_flags = {
                 flag.ours: flag.name for flag in flags if given.get(flag.attribute) in (None, known[flag.attribute])
             }
-            violations += [(rule, _with_flags_of_the_host(message, host_flags)) for rule, message in error.violations]
+            ours_to_host = lambda flag: host_flags.get(flag[0], flag[0])  # noqa: E731
+            violations += [(rule, re.sub(r"--[\w-]+", ours_to_host, message)) for rule, message in error.violations]
         else:
             violations += [("E70", message) for message in _refused_terms(host, args, carried, names_terms)]
     if violations:
@@ -151,10 +151,8 @@ def _merged(
 ) -> tuple[dict[str, Any], list[tuple[str, str]], list[tuple[str, str]]]:
     """Our arguments (given, inherited or default, in this order), the banner's row, and violations."""
     ours, rows = dict(known), []
-    violations = [
-        ("E70", f"{name} is not an argument of megatron_pg{did_you_mean(name, known, {})}")
-        for name in given.keys() - known
-    ]
+    unknown = given.keys() - known
+    violations = [("E70", f"{n} is not an argument of megatron_pg{did_you_mean(n, known, {})}") for n in unknown]
     ours |= {name: value for name, value in given.items() if name in known}
     for flag in inherited:
         value = ours[flag.attribute]
@@ -170,35 +168,25 @@ def _merged(
     return ours, [("inherited", "; ".join(rows))] if rows else [], violations
 
 
-def _with_flags_of_the_host(message: str, host_flags: Mapping[str, str]) -> str:
-    """A message of our rules with the host's flags for those of ours that are not set; `host_flags`: by our flag."""
-    return re.sub(r"--[\w-]+", lambda flag: host_flags.get(flag[0], flag[0]), message)
-
-
-def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> list[str]:
+def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> Iterator[str]:
     """Messages about arguments that belong to Megatron's own loop, or read what the host's batches do not contain."""
-    refused = []
     if args.docs_per_step:
-        refused.append(
-            f"--docs-per-step {args.docs_per_step} sets the size of steps, which the host sets here; remove it"
-        )
-    if "sampling_mask" not in carried and (
-        args.pg_sampling_mask_missing != "error" or args.pg_sampling_mask_entropy != "full"
-    ):
-        refused.append(
+        yield f"--docs-per-step {args.docs_per_step} sets the size of steps, which the host sets here; remove it"
+    reads_masks = args.pg_sampling_mask_missing != "error" or args.pg_sampling_mask_entropy != "full"
+    if "sampling_mask" not in carried and reads_masks:
+        yield (
             "--pg-sampling-mask-missing and --pg-sampling-mask-entropy are of samples with a sampling mask, which the "
             "host's batches do not have, so they would have no effect; remove them"
         )
     if args.pg_dry_run:
-        refused.append(
+        yield (
             "--pg-dry-run ends Megatron's pretrain() before it builds the model, and the host builds it here; remove it"
         )
     if "old_entropies" not in carried and args.pg_correction == "top_entropy":
-        refused.append(
+        yield (
             "--pg-correction top_entropy reads old_entropies, which the host's batches do not contain; choose another "
             "correction"
         )
-    return refused
 
 
 def _refused_terms(host: str, args: argparse.Namespace, carried: Collection[str], names_terms: bool) -> Iterator[str]:

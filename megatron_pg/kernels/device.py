@@ -31,9 +31,8 @@ def chosen(asked: str | None = None) -> Choice:
     device, why = _device()
     if asked == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
-            f"--pg-kernel triton cannot run here: {why}. Use --pg-kernel torch or leave the flag out; to test "
-            "the kernels on a CPU, set "
-            "TRITON_INTERPRET=1."
+            f"--pg-kernel triton cannot run here: {why}. Use --pg-kernel torch or leave the flag out; to test the "
+            "kernels on a CPU, set TRITON_INTERPRET=1."
         )
     return Choice(device, asked or ("torch" if device.type == "cpu" else "triton"), why)
 

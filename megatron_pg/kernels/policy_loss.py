@@ -34,9 +34,7 @@ class LossTerms:
     further: tuple[LossTerm, ...] = ()  # in addition to the objective, each with a weight > 0
     has_objective: bool = True  # False: it is dropped
     grad_divisor: float = 1.0  # of the gradient, not the loss
-    sampling_mask_entropy: str = (
-        "full"  # what entropies are over: the whole vocabulary, or "kept", a token's sampling mask
-    )
+    sampling_mask_entropy: str = "full"  # entropies are over the whole vocabulary, or "kept": over the sampling mask
 
     @property
     def all(self) -> tuple[LossTerm, ...]:
@@ -178,10 +176,10 @@ class PolicyLoss:
             divergence: [T] nats, the terms' `whole_form` from the teacher; differentiable. None: no token here has a
                 teacher.
         """
-        mask = self.fields.objective_mask
+        mask, dtype = self.fields.objective_mask, logprobs.dtype
 
         def select(values: Tensor) -> Tensor:
-            return torch.where(mask, values.to(logprobs.dtype), 0)
+            return torch.where(mask, values.to(dtype), 0)
 
         tokens, kept = self._tokens(logprobs, select)
         losses = torch.where(mask, self.terms.objective.loss(tokens, self.terms.objective.parameters), 0)
@@ -200,7 +198,7 @@ class PolicyLoss:
             kept,
             None if tokens.sequence_log_ratios is None else tokens.sequence_log_ratios.detach(),
             tokens.sequence_advantages,
-            None if topk is None else self._student_mass(topk).to(logprobs.dtype),
+            None if topk is None else torch.where(self.topk_ids >= 0, topk.head.detach().exp(), 0).sum(dim=1).to(dtype),
         )
 
     def _tokens(self, logprobs: Tensor, select: Callable[[Tensor], Tensor]) -> tuple[Tokens, Tensor | None]:
@@ -288,9 +286,6 @@ class PolicyLoss:
             entropy=select(entropy) if term.kind == "entropy" else None,
             estimator=term.estimator,
         )
-
-    def _student_mass(self, topk: TopKLogprobs) -> Tensor:
-        return torch.where(self.topk_ids >= 0, topk.head.detach().exp(), 0).sum(dim=1)
 
     def _categories(self, term: LossTerm, mask: Tensor, topk: TopKLogprobs) -> Categories:
         """The named tokens and the tail, of student and teacher, float64; none where the token is not of the term."""

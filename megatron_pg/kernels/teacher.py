@@ -134,7 +134,6 @@ class TeacherReader(Reader[TeacherRowStatistics]):
         return torch.stack([self._form.share * _times(log_p.exp(), log_p - log_m).sum(dim=1) + of_q, of_q], dim=1)
 
     def _pair(self, z: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-        """The logits of student and teacher."""
         z = self._vocabulary.hide_padding(z)
         return z, self._teacher.of(chunk, z)
 

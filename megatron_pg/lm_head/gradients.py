@@ -47,9 +47,8 @@ class HeadGradients:
         if weight is not None and weight.is_elsewhere and not self._is_finished and not sys.is_finalizing():
             warnings.warn(
                 "main_grad holds the weight gradient of a fused head whose backward never ran: the modes forward and "
-                "scaled_exp add it in the "
-                "forward. Set main_grad to zero before the next step; call the head under torch.no_grad() where no "
-                "backward follows.",
+                "scaled_exp add it in the forward. Set main_grad to zero before the next step; call the head under "
+                "torch.no_grad() where no backward follows.",
                 stacklevel=1,
             )
 

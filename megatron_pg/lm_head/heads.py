@@ -159,9 +159,8 @@ class _Outputs(torch.autograd.Function):
                 values[chunk] = new
         ctx.save_for_backward(hidden, weight, targets, rows, *statistics)
         ctx.vocabulary, ctx.head, ctx.detail, ctx.parameter = vocabulary, head, detail, weight
-        outputs = [
-            values.clone() for values in (*statistics.outputs, statistics.totals)
-        ]  # what is saved must not be an output
+        # what is saved must not be an output
+        outputs = [values.clone() for values in (*statistics.outputs, statistics.totals)]
         ctx.mark_non_differentiable(outputs[-1])
         return tuple(outputs)
 

@@ -46,8 +46,7 @@ class Head:
         if self.mode == "scaled_exp" and self.backward == "split":
             raise ValueError(
                 "mode='scaled_exp' has no float32 gradient of the logits that backward='split' could split. Use "
-                "mode='forward' or "
-                "backward='bf16'."
+                "mode='forward' or backward='bf16'."
             )
 
 
@@ -56,15 +55,13 @@ def check_head(hidden: Tensor, weight: Tensor) -> None:
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or hidden.dtype != weight.dtype:
         raise ValueError(
             f"hidden states have shape {tuple(hidden.shape)} and dtype {hidden.dtype}, the weight "
-            f"{tuple(weight.shape)} and "
-            f"{weight.dtype}: not [..., H] and [V / tp, H] of one dtype, so there is no product. Cast one to the "
-            "other's dtype."
+            f"{tuple(weight.shape)} and {weight.dtype}: not [..., H] and [V / tp, H] of one dtype, so there is no "
+            "product. Cast one to the other's dtype."
         )
     if hidden.is_cuda and hidden.dtype.itemsize < 4 and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8):
         raise ValueError(
             f"torch {torch.__version__} has no product of {hidden.dtype} with float32 output (2.8 has), and rounded "
-            "logits would "
-            "be what this function avoids. Upgrade torch."
+            "logits would be what this function avoids. Upgrade torch."
         )
 
 
@@ -84,8 +81,7 @@ def check_for_scaled_exp(weight: Tensor, policy_loss: PolicyLoss, impl: str, *, 
         if is_read:
             raise ValueError(
                 f"mode='scaled_exp' keeps exponentials rounded to bfloat16, so {what} would have bfloat16 precision. "
-                "Use "
-                "mode='forward'."
+                "Use mode='forward'."
             )
     if weight.dtype == torch.float16:
         raise ValueError(
@@ -110,8 +106,7 @@ def check_scaled_exp_kernel(dtype: torch.dtype, device: torch.device) -> None:
     if dtype != torch.bfloat16 or capability != (9, 0):
         raise ValueError(
             "--pg-fused-head scaled_exp (mode='scaled_exp') has a kernel for bfloat16 on compute capability (9, 0), "
-            "not for "
-            f"{dtype} on {capability}. Use forward."
+            f"not for {dtype} on {capability}. Use forward."
         )
 
 
@@ -120,8 +115,7 @@ def check_targets(hidden: Tensor, targets: Tensor) -> None:
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
         raise ValueError(
             f"targets have shape {tuple(targets.shape)} and dtype {targets.dtype} for {len(hidden)} rows of hidden "
-            "states, not "
-            f"[{len(hidden)}] int64, so tokens and rows would not align. Give one token id per row, of all "
+            f"states, not [{len(hidden)}] int64, so tokens and rows would not align. Give one token id per row, of all "
             "sequence-parallel ranks."
         )
 

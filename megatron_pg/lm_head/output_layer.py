@@ -25,10 +25,7 @@ class HeadCall(NamedTuple):
     weight: nn.Parameter  # [V / tp, H]
     tp_group: ProcessGroup | None
     sequence_parallel: bool
-
-    is_changed: Tensor | bool = (
-        False  # [] whether code after the layer changed what it returned, in this call or before
-    )
+    is_changed: Tensor | bool = False  # [] whether code after the layer changed what it returned, now or before
 
     @property
     def stand_in(self) -> Tensor:
@@ -132,8 +129,7 @@ def check_layer(layer: Any, *, is_fused: bool) -> None:
     if not hasattr(type(layer), "_forward_impl"):
         raise ValueError(
             "--fp32-lm-head and --pg-fused-head need Megatron's ColumnParallelLinear as the output layer, and it is "
-            f"{name}. Build the model "
-            "with that one (without --fp8-output-proj)."
+            f"{name}. Build the model with that one (without --fp8-output-proj)."
         )
     product = layer._forward_impl
     while hasattr(product, "replaces"):  # ours
@@ -141,14 +137,12 @@ def check_layer(layer: Any, *, is_fused: bool) -> None:
     if not _is_megatrons(product, "_forward_impl"):
         raise ValueError(
             f"--fp32-lm-head and --pg-fused-head replace the product of the output layer, and {name} has its own "
-            "_forward_impl. Remove the "
-            "flag, or build the model with Megatron's ColumnParallelLinear."
+            "_forward_impl. Remove the flag, or build the model with Megatron's ColumnParallelLinear."
         )
     if is_fused and not _is_megatrons(layer.forward, "forward"):
         raise ValueError(
             f"--pg-fused-head computes the product of the output layer and nothing else, and {name} has its own "
-            "forward, for example a "
-            "softcap of the logits. Remove --pg-fused-head; --fp32-lm-head keeps that forward."
+            "forward, for example a softcap of the logits. Remove --pg-fused-head; --fp32-lm-head keeps that forward."
         )
     names = ("bias", "grad_output_buffer", "sequence_parallel", "allreduce_dgrad", "tp_group")
     _call({"input": None, "weight": None} | {name: getattr(layer, name) for name in names})
@@ -173,13 +167,11 @@ def _call(arguments: dict[str, Any]) -> HeadCall:
     if arguments["grad_output_buffer"] is not None:
         raise ValueError(
             "the output layer defers its weight gradient (--defer-embedding-wgrad-compute), which the float32 head "
-            "adds at "
-            "once. Remove that flag."
+            "adds at once. Remove that flag."
         )
     if tp_group is not None and not (sequence_parallel or arguments["allreduce_dgrad"]):
         raise ValueError(
-            "the output layer leaves the sum of the hidden states' gradient to others (disable_grad_reduce), which "
-            "the float32 head "
-            "makes itself, so it would count twice. Build the model without it."
+            "the output layer leaves the sum of the hidden states' gradient to others (disable_grad_reduce), which the "
+            "float32 head makes itself, so it would count twice. Build the model without it."
         )
     return HeadCall(arguments["input"], arguments["weight"], tp_group, sequence_parallel)

@@ -1,8 +1,7 @@
 """Matrix products whose sums stay in float32, of bfloat16 numbers too, and how tokens are cut for them.
 
 A chunk of tokens has its logits at one time; the gradients of a block of chunks are multiplied at once. On a CPU the
-products are
-of float32 numbers.
+products are of float32 numbers.
 """
 
 from collections.abc import Iterator

@@ -36,8 +36,7 @@ def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor |
     if teacher_weight is None:
         raise ValueError(
             "teacher_weight is missing, so a loss term over a teacher's whole vocabulary would have no logits of it. "
-            "Give the rows of its "
-            "head [V / tp, H_T]."
+            "Give the rows of its head [V / tp, H_T]."
         )
     if len({(term.kind, term.mixture) for term in policy_loss.terms.further if term.reads_hidden}) > 1:
         raise ValueError(
@@ -46,31 +45,24 @@ def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor |
         )
     if known.states.dim() != 2:
         raise ValueError(
-            f"the teacher's hidden states have shape {tuple(known.states.shape)}, not [m, H_T], so no product with "
-            "its head could be made. "
-            "Give one row per state."
+            f"the teacher's hidden states have shape {tuple(known.states.shape)}, not [m, H_T], so no product with its "
+            "head could be made. Give one row per state."
         )
     if not len(known.states):
         return None
     if teacher_weight.shape != (len(weight), known.states.shape[1]) or teacher_weight.dtype != weight.dtype:
         raise ValueError(
             f"teacher_weight has shape {tuple(teacher_weight.shape)} and dtype {teacher_weight.dtype}, not "
-            f"[{len(weight)}, {known.states.shape[1]}] {weight.dtype}: the columns of the student and the width of "
-            "the teacher's hidden "
-            "states, so the distributions would not be over one vocabulary. Give its rows for the student's columns, "
-            "in its dtype."
+            f"[{len(weight)}, {known.states.shape[1]}] {weight.dtype}: the columns of the student and the width of the "
+            "teacher's hidden states, so the distributions would not be over one vocabulary. Give its rows for the "
+            "student's columns, in its dtype."
         )
     states = known.states.to(weight.device, non_blocking=True).to(weight.dtype)
     return Teacher(form=policy_loss.terms.whole_form, slots=known.slots, states=states, weight=teacher_weight)
 
 
 class TeacherLogits:
-    """The teacher's logits of the chunks that are under way, each made once, in buffers that are used again.
-
-    Args:
-        teacher: of the wanted rows.
-        vocabulary: of student and teacher.
-    """
+    """The teacher's logits of the chunks that are under way, each made once, in buffers that are used again."""
 
     def __init__(self, teacher: Teacher, vocabulary: Vocabulary):
         self.form = teacher.form

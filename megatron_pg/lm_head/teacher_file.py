@@ -37,19 +37,12 @@ class TeacherHead:
         path, name = (path, name) if colon else (given, "weight")
         try:
             return _find(path, name)
-        except (
-            OSError,
-            KeyError,
-            TypeError,
-            ValueError,
-            RecursionError,
-        ) as error:  # any failure gets the one message below
+        except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:  # all get the one message below
             reason = getattr(error, "strerror", None) or error
             raise ValueError(
                 f"--pg-teacher-head {given} is not a safetensors file with a matrix {name} [V, H] in BF16, F16 or F32 "
-                f"({reason}), so the teacher "
-                "would have no logits. Give PATH:NAME of its output layer; of a model in several files that one "
-                "which holds it."
+                f"({reason}), so the teacher would have no logits. Give PATH:NAME of its output layer; of a model in "
+                "several files that one which holds it."
             ) from error
 
     def check_vocabulary(self, columns: int) -> None:
@@ -60,10 +53,9 @@ class TeacherHead:
         """
         if self.rows != columns:
             raise ValueError(
-                f"--pg-teacher-head has {self.rows} rows and the student {columns} columns, so they would not be "
-                "over the same tokens. "
-                "Give the teacher of this tokenizer; if the student's further columns are padding, --pg-vocab-size "
-                f"{self.rows}."
+                f"--pg-teacher-head has {self.rows} rows and the student {columns} columns, so they would not be over "
+                "the same tokens. Give the teacher of this tokenizer; if the student's further columns are padding, "
+                f"--pg-vocab-size {self.rows}."
             )
 
     def read(self, first: int, count: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -88,8 +80,7 @@ class TeacherHead:
         if not torch.isfinite(weight).all():
             raise ValueError(
                 f"--pg-teacher-head {self.path} holds a number among rows {held[0]} to {held[-1]} that is not finite "
-                f"in {dtype}, so the loss "
-                "would not be. Repair the file, or train in bfloat16."
+                f"in {dtype}, so the loss would not be. Repair the file, or train in bfloat16."
             )
         return weight
 

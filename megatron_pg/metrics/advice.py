@@ -12,11 +12,7 @@ _ORDER = tuple(
 
 
 class Advice:
-    """Follows the records of a run's steps; a resumed run gives the same advice as an uninterrupted one.
-
-    Args:
-        history: records of the run's earlier steps, in order.
-    """
+    """Follows the records of a run's steps; with those of its earlier steps, in order, a resumed run gives the same."""
 
     def __init__(self, history: Iterable[Mapping[str, Any]] = ()):
         self._given: set[str] = set()

@@ -18,11 +18,7 @@ from megatron_pg.rollouts.lines import append_whole
 from megatron_pg.rollouts.printable import printable
 
 _PROBE_BYTES = 2**12  # written and taken back, so that a full disk shows before the model is built
-_NO_LOCKS = (
-    errno.ENOSYS,
-    errno.EOPNOTSUPP,
-    errno.ENOLCK,
-)  # of file systems such as Lustre that are mounted without flock
+_NO_LOCKS = errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK  # of file systems, such as Lustre, mounted without flock
 
 
 class MetricsFile:

@@ -14,6 +14,7 @@
     part     a sum that only a ratio needs; not reported
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from operator import attrgetter
@@ -50,100 +51,99 @@ def _k3(x: Tensor) -> Tensor:
     return torch.expm1(-x) + x
 
 
-def _count(name: str, *words: str, is_policys: bool = False) -> Metric:
+def _kind(kind: str, **shared: Any) -> Callable[..., Metric]:
+    """Makes the metrics of a kind; the text of a metric is "equation [unit]: meaning"."""
+
+    def metric(name: str, formula: Callable[[Any], Any], text: str, **rest: Any) -> Metric:
+        equation, unit, meaning = re.split(r" \[|\]: ", text, maxsplit=2)
+        return Metric(name, formula, equation, unit, meaning, kind=kind, **(shared | rest))
+
+    return metric
+
+
+_mean, _sum, _total, _max, _min, _step, _ratio, _part = map(
+    _kind, ("mean", "sum", "total", "max", "min", "step", "ratio", "part")
+)
+_loss, _clip = _kind("sum", level="none"), _kind("mean", only_with="clip")
+_sequence, _correction = _kind("sum", only_with="sequence"), _kind("mean", only_with="correction")
+_selection, _farthest = _kind("step", only_with="selection"), _kind("rank", needs="rollout_logprobs")
+
+
+def _count(name: str, text: str, *, is_policys: bool = False) -> Metric:
     """An integer of the step plan, under its name there; of the objective: only in steps with a rollout of it."""
     value = attrgetter(name)
-    return Metric(name, (lambda p: value(p) if p.num_rollouts else None) if is_policys else value, *words, kind="step")
+    return _step(name, (lambda p: value(p) if p.num_rollouts else None) if is_policys else value, text)
 
 
-def _fact(name: str, *words: str, **rest: Any) -> Metric:
+def _fact(name: str, text: str, **rest: Any) -> Metric:
     """A property of `SampleFacts`, under its name there."""
-    return Metric(name, attrgetter(name), *words, kind="rollout", **rest)
+    return _kind("rollout")(name, attrgetter(name), text, **rest)
 
 
-def _of_gap(name: str, formula: Callable[[gap.Sums], Any], *words: str, **rest: Any) -> Metric:
+def _of_gap(name: str, formula: Callable[[gap.Sums], Any], text: str) -> Metric:
     """A statistic of trainer against rollout engine."""
-    named = f"mismatch/{name}"
-    return Metric(named, lambda s: formula(_gap_sums(s)), *words, kind="ratio", needs="rollout_logprobs", **rest)
+    return _ratio(f"mismatch/{name}", lambda s: formula(_gap_sums(s)), text, needs="rollout_logprobs")
 
 
 def _gap_sums(sums: Mapping[str, float]) -> dict[str, float]:
     return {name: sums[_GAP + name] for name in gap.SUMS}
 
 
-def _part_of_gap(name: str) -> Callable[[Any], Any]:
-    return lambda tokens: tokens.gap[name]
+def _summand(name: str) -> Metric:
+    """A sum that the statistics of trainer against rollout engine read."""
+    return _part(_GAP + name, lambda t: t.gap[name], "Σ [–]: part of mismatch/…", needs="rollout_logprobs")
 
 
-def _farthest(place: int) -> Callable[[Any], Any]:
-    """The rank (0) or its factor (1)."""
-
-    def formula(ranks: Any) -> Any:
-        farthest = gap.farthest_rank([_gap_sums(sums) for sums in ranks])
-        return None if farthest is None else farthest[place]
-
-    return formula
+def _farthest_rank(ranks: Any) -> tuple[Any, Any]:
+    """The rank and its factor."""
+    return gap.farthest_rank([_gap_sums(sums) for sums in ranks]) or (None, None)
 
 
 def own_metric(name: str) -> Metric:
     """A value that a custom objective reports in addition to its loss."""
-    return Metric(name, lambda t: t.own[name], "your objective's", "yours", "reported by the custom objective")
+    return _mean(name, lambda t: t.own[name], "your objective's [yours]: reported by the custom objective")
 
 
 def term_metrics(term: LossTerm) -> tuple[Metric, ...]:
     """The metrics of a loss term that the table does not list."""
     name, loss = term.name, KINDS[term.kind].formula
-
-    def of(kind: str, formula: Callable[[Any], Any], suffix: str, *words: str, level: str = "basic") -> Metric:
-        return Metric(f"{name}/{suffix}", formula, *words, kind=kind, level=level, term=name)
+    of_all, of_step, ratio, part = (_kind(kind, term=name) for kind in ("all", "step", "ratio", "part"))
+    count = f"{name}/num_tokens"
 
     def mean(suffix: str, formula: Callable, equation: str, unit: str, meaning: str) -> tuple[Metric, Metric]:
-        sums = f"_{name}/{suffix}"
-        part = Metric(sums, formula, equation, unit, "part of the mean", kind="part", term=name)
-        ratio = of("ratio", lambda s: s[sums] / s[f"{name}/num_tokens"], suffix, f"{equation} / n", unit, meaning)
-        return part, ratio
+        sums, mean = f"_{name}/{suffix}", f"{name}/{suffix}"
+        return (
+            part(sums, formula, f"{equation} [{unit}]: part of the mean"),
+            ratio(mean, lambda s: s[sums] / s[count], f"{equation} / n [{unit}]: {meaning}"),
+        )
 
     metrics = (
-        of(
-            "all",
+        of_all(
+            f"{name}/loss",
             lambda t: _weighted(t, name),
-            "loss",
-            f"Σ w·({loss})",
-            "nats",
-            "the loss term before its weight",
+            f"Σ w·({loss}) [nats]: the loss term before its weight",
             level="none",
         ),
-        of("all", lambda t: t.of_term(name)[0], "weight", "Σ w", "1", "the sum of its tokens' weights"),
-        of("step", lambda p: p.terms[name].num_tokens, "num_tokens", "n", "tokens", "its trained tokens"),
-        of(
-            "step",
+        of_all(f"{name}/weight", lambda t: t.of_term(name)[0], "Σ w [1]: the sum of its tokens' weights"),
+        of_step(count, lambda p: p.terms[name].num_tokens, "n [tokens]: its trained tokens"),
+        of_step(
+            f"{name}/num_rollouts",
             lambda p: p.terms[name].num_rollouts,
-            "num_rollouts",
-            "N",
-            "rollouts",
-            "rollouts of which it has samples",
+            "N [rollouts]: rollouts of which it has samples",
         ),
         *mean("mean", lambda t: t.of_term(name)[1], f"Σ ({loss})", "nats", "mean of its tokens"),
     )
     if not term.reads_topk:
         return metrics
+    teachers = "what the teacher gives its named tokens"
     masses = (
-        *mean(
-            "teacher_mass", lambda t: t.teacher_mass(name), "Σ Σ_S p", "1", "what the teacher gives its named tokens"
-        ),
+        *mean("teacher_mass", lambda t: t.teacher_mass(name), "Σ Σ_S p", "1", teachers),
         *mean("student_mass", lambda t: t.student_mass(name), "Σ Σ_S q", "1", "what the policy gives them"),
     )
     if term.tail_floor is None:
         return *metrics, *masses
-    floored = of(
-        "all",
-        lambda t: t.is_floored(term),
-        "num_floored",
-        "Σ 1[1 - Σ_S p < floor]",
-        "tokens",
-        "whose teacher's tail is raised to `--pg-teacher-tail-floor`",
-    )
-    return *metrics, *masses, floored
+    text = "Σ 1[1 - Σ_S p < floor] [tokens]: whose teacher's tail is raised to `--pg-teacher-tail-floor`"
+    return *metrics, *masses, of_all(f"{name}/num_floored", lambda t: t.is_floored(term), text)
 
 
 def _weighted(tokens: Any, term: str) -> torch.Tensor:
@@ -155,392 +155,260 @@ def _weighted(tokens: Any, term: str) -> torch.Tensor:
 _GAP = "_mismatch/"  # before the names of its sums
 
 METRICS: tuple[Metric, ...] = (
-    Metric(
+    _loss(
         "pg_loss",
         lambda t: t.fields.weights * t.token_losses,
-        "Σ w·ℓ",
-        "objective",
-        "the policy term, with the weights of `--loss-aggregation` and its correction; no factor K, D or T in it",
-        kind="sum",
-        level="none",
+        "Σ w·ℓ [objective]: the policy term, with the weights of `--loss-aggregation` and its correction; no factor "
+        "K, D or T in it",
     ),
-    Metric(
+    _total(
         "loss",
         lambda t: t.total,
-        "Σ w·ℓ + Σ_s λ_s·Σ w^s·ℓ^s + λ·mtp_loss",
-        "objective",
-        "the objective, all loss terms (β·Σ u·k of KL, -η·Σ u·H of entropy, …) and multi-token prediction: what the "
-        "gradient is of (before `--pg-grad-divisor`)",
-        kind="total",
+        "Σ w·ℓ + Σ_s λ_s·Σ w^s·ℓ^s + λ·mtp_loss [objective]: the objective, all loss terms (β·Σ u·k of KL, -η·Σ u·H "
+        "of entropy, …) and multi-token prediction: what the gradient is of (before `--pg-grad-divisor`)",
         level="none",
         only_with="further",
     ),
-    Metric(
+    _loss(
         "kl_loss",
         lambda t: _weighted(t, "kl"),
-        "Σ u·k, k of `--pg-kl-estimator`",
-        "nats",
-        "the KL term before its coefficient, with the weights of `--pg-aux-aggregation`",
-        kind="sum",
-        level="none",
+        "Σ u·k, k of `--pg-kl-estimator` [nats]: the KL term before its coefficient, with the weights of "
+        "`--pg-aux-aggregation`",
         only_with="kl",
     ),
-    Metric(
+    _loss(
         "entropy_loss",
         lambda t: -_weighted(t, "entropy"),
-        "Σ u·H",
-        "nats",
-        "the entropy term before its coefficient (it is subtracted), with the weights of `--pg-aux-aggregation`",
-        kind="sum",
-        level="none",
+        "Σ u·H [nats]: the entropy term before its coefficient (it is subtracted), with the weights of "
+        "`--pg-aux-aggregation`",
         only_with="entropy",
     ),
-    Metric(
+    _loss(
         "kl_cov_loss",
         lambda t: _weighted(t, PENALTY),
-        "Σ w·|log r| over the chosen tokens",
-        "nats",
-        "the penalty of `--pg-correction kl_cov` before its coefficient, with the weights of pg_loss",
-        kind="sum",
-        level="none",
+        "Σ w·|log r| over the chosen tokens [nats]: the penalty of `--pg-correction kl_cov` before its coefficient, "
+        "with the weights of pg_loss",
         only_with=PENALTY,
     ),
-    Metric(
+    _total(
         "mtp_loss",
         lambda t: t.totals["mtp_loss"],
-        "(1/N) Σ_d Σ v·ce_d",
-        "nats",
-        "cross-entropy of multi-token prediction before its coefficient, with the weights of `--pg-mtp-aggregation`, "
-        "mean over the N depths",
-        kind="total",
+        "(1/N) Σ_d Σ v·ce_d [nats]: cross-entropy of multi-token prediction before its coefficient, with the weights "
+        "of `--pg-mtp-aggregation`, mean over the N depths",
         level="none",
         only_with="mtp",
     ),
-    Metric(
+    _total(
         "mtp_acceptance",
         lambda t: t.totals["mtp_acceptance"],
-        "Σ_d Σ 1[target is the most likely] / Σ_d n_d",
-        "fraction",
-        "tokens of the responses that multi-token prediction, decoding greedily, would have drafted right, over all "
-        "depths",
-        kind="total",
+        "Σ_d Σ 1[target is the most likely] / Σ_d n_d [fraction]: tokens of the responses that multi-token "
+        "prediction, decoding greedily, would have drafted right, over all depths",
         only_with="mtp",
     ),
-    _fact("reward", "Σ reward / num_rewards", "reward", "mean reward", needs="reward"),
-    _fact("reward_std", "√(Σ (reward - mean)² / num_rewards)", "reward", "their standard deviation", needs="reward"),
-    _fact("max_reward", "max reward", "reward", "largest reward", needs="reward"),
-    _fact("min_reward", "min reward", "reward", "smallest reward", needs="reward"),
+    _fact("reward", "Σ reward / num_rewards [reward]: mean reward", needs="reward"),
+    _fact("reward_std", "√(Σ (reward - mean)² / num_rewards) [reward]: their standard deviation", needs="reward"),
+    _fact("max_reward", "max reward [reward]: largest reward", needs="reward"),
+    _fact("min_reward", "min reward [reward]: smallest reward", needs="reward"),
     _fact(
         "num_rewards",
-        "Σ 1[has a reward]",
-        "rollouts",
-        "rollouts that carry a reward; only they are in the metrics of rewards",
+        "Σ 1[has a reward] [rollouts]: rollouts that carry a reward; only they are in the metrics of rewards",
     ),
     _fact(
         "zero_variance_fraction",
-        "1[max reward = min reward] of a prompt",
-        "fraction",
-        "prompts whose rewards are all equal, of those with rewards of two rollouts or more: a group baseline makes "
-        "their advantages 0; absent if no prompt has that many",
+        "1[max reward = min reward] of a prompt [fraction]: prompts whose rewards are all equal, of those with rewards "
+        "of two rollouts or more: a group baseline makes their advantages 0; absent if no prompt has that many",
     ),
     _fact(
         "response_length",
-        "Σ response_length / num_rollouts",
-        "tokens",
-        "mean number of response tokens of a rollout, trained or not, all its samples together",
+        "Σ response_length / num_rollouts [tokens]: mean number of response tokens of a rollout, trained or not, all "
+        "its samples together",
     ),
-    _fact("max_response_length", "max response_length", "tokens", "most response tokens of a rollout"),
+    _fact("max_response_length", "max response_length [tokens]: most response tokens of a rollout"),
     _fact(
         "truncated_fraction",
-        "1[truncated]",
-        "fraction",
-        "rollouts with a sample that has `truncated=True`, of those with a sample that says it",
+        "1[truncated] [fraction]: rollouts with a sample that has `truncated=True`, of those with a sample that says "
+        "it",
         needs="truncated",
     ),
-    _count("num_tokens", "T", "tokens", "tokens that the objective trains", is_policys=True),
-    Metric(
+    _count("num_tokens", "T [tokens]: tokens that the objective trains", is_policys=True),
+    _step(
         "num_tokens_masked",
         lambda plan: plan.num_response_tokens - plan.num_trained,
-        "Σ (1 - m) over responses",
-        "tokens",
-        "response tokens that are not trained (tool output, truncated samples)",
-        kind="step",
+        "Σ (1 - m) over responses [tokens]: response tokens that are not trained (tool output, truncated samples)",
     ),
-    Metric(
+    _step(
         "num_tokens_missing",
         attrgetter("num_missing"),
-        "Σ 1[y ∉ S]",
-        "tokens",
-        "tokens that their samples' sampling masks do not contain, masked before anything is counted",
-        kind="step",
+        "Σ 1[y ∉ S] [tokens]: tokens that their samples' sampling masks do not contain, masked before anything is "
+        "counted",
         only_with="sampling_mask_missing",
     ),
-    _count("num_samples", "S", "samples", "training sequences (documents), fully masked ones included"),
-    _count("num_rollouts", "N_r", "rollouts", "trajectories, fully masked ones included", is_policys=True),
-    _count("num_prompts", "P", "prompts", "prompt groups; absent when samples have no prompt_id", is_policys=True),
-    Metric("new_logprobs", lambda t: t.result.logprobs, "l", "nats", "log-probability under the model being trained"),
-    Metric("old_logprobs", lambda t: t.fields.old_logprobs, "o", "nats", "log-probability under the sampling policy"),
-    Metric("ratio_new_old", lambda t: t.ratios, "r = e^(l - o)", "1", "probability ratio, new over old"),
-    Metric(
+    _count("num_samples", "S [samples]: training sequences (documents), fully masked ones included"),
+    _count("num_rollouts", "N_r [rollouts]: trajectories, fully masked ones included", is_policys=True),
+    _count("num_prompts", "P [prompts]: prompt groups; absent when samples have no prompt_id", is_policys=True),
+    _mean("new_logprobs", lambda t: t.result.logprobs, "l [nats]: log-probability under the model being trained"),
+    _mean("old_logprobs", lambda t: t.fields.old_logprobs, "o [nats]: log-probability under the sampling policy"),
+    _mean("ratio_new_old", lambda t: t.ratios, "r = e^(l - o) [1]: probability ratio, new over old"),
+    _sum(
         "ratio_new_old_sum",
         lambda t: t.ratios,
-        "Σ m·r",
-        "tokens",
-        "sum of the ratios; divided by num_tokens it is near 1 on-policy",
-        kind="sum",
+        "Σ m·r [tokens]: sum of the ratios; divided by num_tokens it is near 1 on-policy",
     ),
-    Metric(
-        "ratio_new_old_squared_sum",
-        lambda t: t.ratios.square(),
-        "Σ m·r²",
-        "tokens",
-        "sum of the squared ratios",
-        kind="sum",
-    ),
-    Metric(
+    _sum("ratio_new_old_squared_sum", lambda t: t.ratios.square(), "Σ m·r² [tokens]: sum of the squared ratios"),
+    _ratio(
         "ess",
         lambda s: s["ratio_new_old_sum"] ** 2 / (s["ratio_new_old_squared_sum"] * s["num_tokens"]),
-        "(Σ m·r)² / (Σ m·r² · T)",
-        "fraction",
-        "effective sample size of the importance ratios, at most 1",
-        kind="ratio",
+        "(Σ m·r)² / (Σ m·r² · T) [fraction]: effective sample size of the importance ratios, at most 1",
     ),
-    Metric(
+    _mean(
         "mean_abs_log_ratio",
         lambda t: t.result.log_ratios.abs(),
-        "|l - o|",
-        "nats",
-        "distance of the two policies on the samples",
+        "|l - o| [nats]: distance of the two policies on the samples",
     ),
-    Metric(
+    _mean(
         "kl_new_old",
         lambda t: t.ratios - 1 - t.result.log_ratios,
-        "k3 = r - 1 - log r",
-        "nats",
-        "over samples of the old policy this estimates KL(old‖new), not KL(new‖old)",
+        "k3 = r - 1 - log r [nats]: over samples of the old policy this estimates KL(old‖new), not KL(new‖old)",
     ),
-    Metric(
+    _clip(
         "clipped_ratio_fraction",
         lambda t: t.outside[0] | t.outside[1],
-        "1[r < 1 - ε_low or r > 1 + ε_high]",
-        "fraction",
-        "outside the objective's bounds for either sign of A (gspo: R of its sequence; cispo: the weight's bounds; "
-        "dppo: the trust region; ipo: the band; gmpo: log r): an upper bound of the tokens without gradient",
-        only_with="clip",
+        "1[r < 1 - ε_low or r > 1 + ε_high] [fraction]: outside the objective's bounds for either sign of A (gspo: R "
+        "of its sequence; cispo: the weight's bounds; dppo: the trust region; ipo: the band; gmpo: log r): an upper "
+        "bound of the tokens without gradient",
     ),
-    Metric(
+    _clip(
         "clipped_high_fraction",
         lambda t: t.outside[0] & (t.fields.advantages > 0),
-        "1[A > 0, r > 1 + ε_high]",
-        "fraction",
-        "tokens that lost their gradient because they already rose enough",
-        only_with="clip",
+        "1[A > 0, r > 1 + ε_high] [fraction]: tokens that lost their gradient because they already rose enough",
     ),
-    Metric(
+    _clip(
         "clipped_low_fraction",
         lambda t: t.outside[1] & (t.fields.advantages < 0),
-        "1[A < 0, r < 1 - ε_low]",
-        "fraction",
-        "tokens that lost their gradient because they already fell enough",
-        only_with="clip",
+        "1[A < 0, r < 1 - ε_low] [fraction]: tokens that lost their gradient because they already fell enough",
     ),
-    Metric(
+    _sequence(
         "segment_ratio_sum",
         lambda t: t.fields.sample_weights * t.sequence_ratios,
-        "Σ R over documents",
-        "documents",
-        "sum of the sequence ratios R = exp(mean of l - o)",
-        kind="sum",
-        only_with="sequence",
+        "Σ R over documents [documents]: sum of the sequence ratios R = exp(mean of l - o)",
     ),
-    Metric(
+    _sequence(
         "segment_ratio_squared_sum",
         lambda t: t.fields.sample_weights * t.sequence_ratios.square(),
-        "Σ R² over documents",
-        "documents",
-        "sum of the squared sequence ratios",
-        kind="sum",
-        only_with="sequence",
+        "Σ R² over documents [documents]: sum of the squared sequence ratios",
     ),
-    Metric(
+    _sequence(
         "num_segments",
         lambda t: t.fields.sample_weights,
-        "documents with a trained token",
-        "documents",
-        "number of sequence ratios",
-        kind="sum",
-        only_with="sequence",
+        "documents with a trained token [documents]: number of sequence ratios",
     ),
-    Metric(
-        "correction_factor",
-        lambda t: t.corrections,
-        "κ·γ",
-        "1",
-        "factor of `--pg-correction` on the policy term",
-        only_with="correction",
+    _correction(
+        "correction_factor", lambda t: t.corrections, "κ·γ [1]: factor of `--pg-correction` on the policy term"
     ),
-    Metric(
+    _correction(
         "rejected_fraction",
         lambda t: t.corrections == 0,
-        "1[κ·γ = 0]",
-        "fraction",
-        "trained tokens that `--pg-correction` takes out of the policy term",
-        only_with="correction",
+        "1[κ·γ = 0] [fraction]: trained tokens that `--pg-correction` takes out of the policy term",
     ),
-    Metric(
+    _selection(
         "selected_fraction",
         lambda plan: plan.selection.fraction,
-        "selected tokens / T",
-        "fraction",
-        "trained tokens of the step that a correction of the whole step takes out of the policy term, or penalises "
-        "(kl_cov)",
-        kind="step",
-        only_with="selection",
+        "selected tokens / T [fraction]: trained tokens of the step that a correction of the whole step takes out of "
+        "the policy term, or penalises (kl_cov)",
     ),
-    Metric(
+    _selection(
         "selection_threshold",
         lambda plan: plan.selection.threshold,
-        "the least key that is selected; top_entropy: the least H that is kept",
-        "the key's",
-        "where the choice ends: cov, (log ρ)² or H; absent with clip_cov, which draws, and where m2po or kl_cov "
-        "selects nothing",
-        kind="step",
-        only_with="selection",
+        "the least key that is selected; top_entropy: the least H that is kept [the key's]: where the choice ends: "
+        "cov, (log ρ)² or H; absent with clip_cov, which draws, and where m2po or kl_cov selects nothing",
     ),
-    Metric(
+    _selection(
         "selection_candidates",
         lambda plan: plan.selection.num_candidates,
-        "Σ 1[lo < cov < hi]",
-        "tokens",
-        "what clip_cov draws from",
-        kind="step",
-        only_with="selection",
+        "Σ 1[lo < cov < hi] [tokens]: what clip_cov draws from",
     ),
-    Metric(
+    _mean(
         "clamped_log_ratio_fraction",
         lambda t: t.result.log_ratios.abs() > MAX_LOG_RATIO,
-        f"1[|l - o| > {MAX_LOG_RATIO:g}]",
-        "fraction",
-        "log-ratio beyond any meaning: value clamped, gradient 0",
+        f"1[|l - o| > {MAX_LOG_RATIO:g}] [fraction]: log-ratio beyond any meaning: value clamped, gradient 0",
     ),
-    Metric("advantage", lambda t: t.fields.advantages, "A", "reward", "advantage"),
-    *(
-        Metric(
-            f"{kind}_advantage",
-            lambda t: t.fields.advantages,
-            f"{kind} A",
-            "reward",
-            f"{word} advantage of a trained token",
-            kind=kind,
-        )
-        for kind, word in (("max", "largest"), ("min", "smallest"))
-    ),
-    Metric(
+    _mean("advantage", lambda t: t.fields.advantages, "A [reward]: advantage"),
+    _max("max_advantage", lambda t: t.fields.advantages, "max A [reward]: largest advantage of a trained token"),
+    _min("min_advantage", lambda t: t.fields.advantages, "min A [reward]: smallest advantage of a trained token"),
+    _ratio(
         "aggregation_ess",
         lambda s: s["_weights"] * s["_weights"] / (s["num_tokens"] * s["_squared_weights"]),
-        "(Σ w)² / (T · Σ w²)",
-        "fraction",
-        "how evenly the aggregation spreads the gradient over tokens; 1 for token_mean and constant",
-        kind="ratio",
+        "(Σ w)² / (T · Σ w²) [fraction]: how evenly the aggregation spreads the gradient over tokens; 1 for "
+        "token_mean and constant",
     ),
-    Metric(
+    _mean(
         "kl_new_ref",
         lambda t: _k3(t.result.logprobs - t.fields.ref_logprobs),
-        "k3 of x = l - f: e^-x - 1 + x",
-        "nats",
-        "estimates KL(new‖ref) on near-on-policy samples; not clamped",
+        "k3 of x = l - f: e^-x - 1 + x [nats]: estimates KL(new‖ref) on near-on-policy samples; not clamped",
         needs="ref_logprobs",
     ),
-    Metric(
+    _mean(
         "ratio_new_ref",
         lambda t: (t.result.logprobs - t.fields.ref_logprobs).exp(),
-        "e^(l - f)",
-        "1",
-        "probability ratio, new over reference",
+        "e^(l - f) [1]: probability ratio, new over reference",
         needs="ref_logprobs",
     ),
-    Metric(
+    _mean(
         "mismatch_kl",
         lambda t: _k3(t.fields.rollout_logprobs - t.fields.old_logprobs),
-        "k3 of x = b - o: e^-x - 1 + x",
-        "nats",
-        "estimates KL(rollout engine‖trainer) of the sampling policy",
+        "k3 of x = b - o: e^-x - 1 + x [nats]: estimates KL(rollout engine‖trainer) of the sampling policy",
         needs="rollout_logprobs",
     ),
-    Metric(
+    _max(
         "mismatch_max",
         lambda t: (t.fields.old_logprobs - t.fields.rollout_logprobs).abs(),
-        "max |o - b|",
-        "nats",
-        "largest gap between trainer and rollout engine on one token",
-        kind="max",
+        "max |o - b| [nats]: largest gap between trainer and rollout engine on one token",
         needs="rollout_logprobs",
     ),
     _of_gap(
         "difference",
         gap.difference,
-        "mean of d = o - b, of tokens with |d| ≤ 3",
-        "nats",
-        "mean gap between trainer and rollout engine",
+        "mean of d = o - b, of tokens with |d| ≤ 3 [nats]: mean gap between trainer and rollout engine",
     ),
-    _of_gap("spread", gap.spread, "standard deviation of d, |d| ≤ 3", "nats", "how far they are apart"),
+    _of_gap("spread", gap.spread, "standard deviation of d, |d| ≤ 3 [nats]: how far they are apart"),
     _of_gap(
         "correlation",
         gap.correlation,
-        "cov(d, b)/√(var d · var b), |d| ≤ 3",
-        "1",
-        "whether d follows the log-probability; absent where all d are equal",
+        "cov(d, b)/√(var d · var b), |d| ≤ 3 [1]: whether d follows the log-probability; absent where all d are equal",
     ),
     _of_gap(
         "temperature",
         gap.temperature,
-        "1/κ, κ = cov(e, o)/cov(e, b), e = e^d - 1",
-        "1",
-        "the trainer's temperature over the engine's; absent where d does not follow the log-probability "
-        "(|correlation| < 0.5)",
+        "1/κ, κ = cov(e, o)/cov(e, b), e = e^d - 1 [1]: the trainer's temperature over the engine's; absent where d "
+        "does not follow the log-probability (|correlation| < 0.5)",
     ),
     _of_gap(
         "missing_mass",
         gap.missing_mass,
-        "1 - E[e^d], or 1 - E[e^-d] if that is larger",
-        "fraction",
-        "probability of columns that one side alone counts",
+        "1 - E[e^d], or 1 - E[e^-d] if that is larger [fraction]: probability of columns that one side alone counts",
     ),
     _of_gap(
-        "outlier_fraction", gap.outlier_fraction, "1[|d| > 0.5]", "fraction", "tokens with a gap of more than 0.5 nats"
+        "outlier_fraction", gap.outlier_fraction, "1[|d| > 0.5] [fraction]: tokens with a gap of more than 0.5 nats"
     ),
-    Metric(
+    _farthest(
         "mismatch/rank",
-        _farthest(0),
-        "argmax_r of mean_r |d| over the mean of the other ranks",
-        "rank",
-        "the data-parallel rank that is furthest from the rollout engine; absent with one rank",
-        kind="rank",
-        needs="rollout_logprobs",
+        lambda ranks: _farthest_rank(ranks)[0],
+        "argmax_r of mean_r |d| over the mean of the other ranks [rank]: the data-parallel rank that is furthest from "
+        "the rollout engine; absent with one rank",
     ),
-    Metric(
+    _farthest(
         "mismatch/rank_factor",
-        _farthest(1),
-        "mean_r |d| over the mean of the other ranks, |d| up to 3",
-        "1",
-        "how much further it is than the others",
-        kind="rank",
-        needs="rollout_logprobs",
+        lambda ranks: _farthest_rank(ranks)[1],
+        "mean_r |d| over the mean of the other ranks, |d| up to 3 [1]: how much further it is than the others",
     ),
-    *(
-        Metric(_GAP + name, _part_of_gap(name), "Σ", "–", "part of mismatch/…", kind="part", needs="rollout_logprobs")
-        for name in gap.SUMS
-    ),
-    Metric(
+    *map(_summand, gap.SUMS),
+    _mean(
         "entropy",
         lambda t: t.result.entropy,
-        "H = -Σ_v p_v log p_v",
-        "nats",
-        "exact entropy of softmax(z/τ) over the whole vocabulary, from the pass that gives the log-probabilities",
+        "H = -Σ_v p_v log p_v [nats]: exact entropy of softmax(z/τ) over the whole vocabulary, from the pass that "
+        "gives the log-probabilities",
         level="with_entropy",
     ),
-    Metric("_weights", lambda t: t.fields.weights, "Σ w", "1", "part of aggregation_ess", kind="part"),
-    Metric(
-        "_squared_weights", lambda t: t.fields.weights.square(), "Σ w²", "1", "part of aggregation_ess", kind="part"
-    ),
+    _part("_weights", lambda t: t.fields.weights, "Σ w [1]: part of aggregation_ess"),
+    _part("_squared_weights", lambda t: t.fields.weights.square(), "Σ w² [1]: part of aggregation_ess"),
 )

@@ -62,17 +62,8 @@ def sampling(gap: Gap, level: float) -> Answer:
     drawn = str(way) or "as reported"
     evidence = f"{len(known)} tokens are drawn {drawn}: {gain:.1f} nats more likely than as reported"
     is_large = abs(math.log(way.temperature)) >= 0.02 or kept <= 0.995
-    return decided(
-        "sampling",
-        p,
-        level,
-        is_large,
-        evidence,
-        temperature=way.temperature,
-        top_p=way.share,
-        top_k=way.count,
-        kept=kept,
-    )
+    estimate = {"temperature": way.temperature, "top_p": way.share, "top_k": way.count, "kept": kept}
+    return decided("sampling", p, level, is_large, evidence, **estimate)
 
 
 def _gains(log_q: Floats, rank: Integers) -> Iterator[tuple[_Way, float]]:
@@ -95,13 +86,9 @@ def _gains(log_q: Floats, rank: Integers) -> Iterator[tuple[_Way, float]]:
 
 def _plainest(gains: dict[_Way, float]) -> tuple[_Way, float]:
     """The best way with both numbers, or with one or none if a further number adds little."""
-    ways = [
-        [_Way()],
-        [way for way in gains if not way.is_truncated],
-        [way for way in gains if way.temperature == 1.0],
-        [*gains],
-    ]
-    nothing, hotter, truncated, both = (max(group, key=gains.__getitem__) for group in ways)
+    whole, as_reported = ([w for w in gains if not w.is_truncated], [w for w in gains if w.temperature == 1.0])
+    groups = [_Way()], whole, as_reported, [*gains]
+    nothing, hotter, truncated, both = (max(group, key=gains.__getitem__) for group in groups)
     one = max(hotter, truncated, key=gains.__getitem__)
     chosen = both if gains[both] > gains[one] + _CLEARLY else one
     chosen = chosen if gains[chosen] > gains[nothing] else nothing

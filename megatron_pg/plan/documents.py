@@ -12,6 +12,7 @@ A group is only pulled when it may be needed. One that does not fit waits for th
 import functools
 import json
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -83,9 +84,8 @@ class Packing:
                 "micro-batch is one row, which the stages exchange. Use --micro-batch-size 1 and put the token budget "
                 "into --seq-length."
             )
-        self._pack(
-            (), self.capacity if self.qkv_format == "thd" else self.seq_length
-        )  # raises if the sizes do not tile a row
+        width = self.capacity if self.qkv_format == "thd" else self.seq_length
+        self._pack((), width)  # raises if the sizes do not tile a row
 
     @property
     def capacity(self) -> int:
@@ -174,7 +174,7 @@ class StepDocuments:
     num_microbatches: int  # K
 
 
-class _Counts(NamedTuple):
+class Counts(NamedTuple):
     """One rank's part of the step so far: one row of a round's all-gather."""
 
     documents: int = 0
@@ -184,17 +184,11 @@ class _Counts(NamedTuple):
     has_failed: bool = False
 
 
-class DocumentAccumulator:
-    """Takes a rank's documents step by step.
+class Accumulator(ABC):
+    """What the accumulators have in common; `sized` is the capacity of a draft's micro-batches."""
 
-    Args:
-        rule: the same on every rank.
-        packing: how documents become micro-batches; the same on every rank.
-        position: the position at which the run begins.
-    """
-
-    def __init__(self, *, rule: StepRule, packing: Packing, position: Position):
-        self._rule, self._packing = rule, packing
+    def __init__(self, rule: StepRule, sized: Sized, position: Position):
+        self._rule, self._sized = rule, sized
         self.position = position  # after the last step
         self._waiting: list[Group] = []  # pulled from the source, not taken by a step
         self._before = position, self._waiting  # position and pulled groups of the last step
@@ -213,7 +207,8 @@ class DocumentAccumulator:
         Args:
             source: this rank's documents. Where Megatron's rerun machinery has rewound it, the last step is taken
                 again.
-            group: the pure data-parallel group, every rank of which must call; None: this process alone.
+            group: every rank of it must call: the pure data-parallel group, or Megatron's data-parallel group with
+                context parallelism if every rank has the same documents; None: this process alone.
             error: an earlier error of this rank; the first round reports it to the others.
             undivided: the kinds of groups that a step must not split.
             schedulable: the smallest number of micro-batches, at least the given one, that the schedule can run.
@@ -227,14 +222,17 @@ class DocumentAccumulator:
         """
         if getattr(source, "replaying", False):
             (self.position, self._waiting), source = self._before, iter(())
-        draft = Draft(self._packing, self._waiting, source, undivided)
-        table, error = self._rounds(draft, group, error)
+        draft = Draft(self._sized, self._waiting, source, undivided)
+        table, batches, error = self._fill(draft, group, error, schedulable)
         self._before = self.position, draft.taken + list(draft.waiting)
         if any(counts.has_failed for counts in table) or error is not None:
             return [], None, error
         total, wanted, seen = _total(table), self._rule.num_documents, self.position.documents_seen
-        if failure := check_end(self._rule, total, seen):
-            return [], None, failure
+        if total == 0 and seen == 0:
+            return [], None, ValueError("there are no documents to train. Check the source.")
+        if total == 0 or (total < wanted and self._rule.end == "stop"):
+            few = f", {total} are too few for a step of {wanted} and were left (--docs-per-step-end stop)"
+            raise EndOfDocuments(f"the documents have ended: {seen} were trained{few if total else ''}")
         self._waiting = list(draft.waiting)
         taken = tuple(p + counts.documents for p, counts in zip(self.position.per_rank, table, strict=True))
         self.position = Position(seen + total, taken)
@@ -243,18 +241,50 @@ class DocumentAccumulator:
             documents_seen=seen + total,
             documents_surplus=max(total - wanted, 0),
             documents_waiting=sum(counts.next_group for counts in table),
-            num_microbatches=schedulable(max(counts.microbatches for counts in table)),
+            num_microbatches=len(batches),
         )
-        empty: list[list[Sample]] = [[]] * (documents.num_microbatches - len(draft.microbatches))
-        return [self._packing.pack(part) for part in [*draft.microbatches, *empty]], documents, None
+        return batches, documents, None
+
+    @abstractmethod
+    def _fill(
+        self, draft: "Draft", group: ProcessGroup | None, error: Exception | None, schedulable: Callable[[int], int]
+    ) -> tuple[list[Counts], list[PackedBatch], Exception | None]:
+        """Take the step's documents: the counts of all ranks that take their own, this rank's micro-batches and error.
+
+        The micro-batches are only valid if no rank has failed.
+        """
+
+
+class DocumentAccumulator(Accumulator):
+    """Takes a rank's documents step by step.
+
+    Args:
+        rule: the same on every rank.
+        packing: how documents become micro-batches; the same on every rank.
+        position: the position at which the run begins.
+    """
+
+    def __init__(self, *, rule: StepRule, packing: Packing, position: Position):
+        super().__init__(rule, packing, position)
+        self._packing = packing
+
+    def _fill(
+        self, draft: "Draft", group: ProcessGroup | None, error: Exception | None, schedulable: Callable[[int], int]
+    ) -> tuple[list[Counts], list[PackedBatch], Exception | None]:
+        table, error = self._rounds(draft, group, error)
+        if any(counts.has_failed for counts in table) or error is not None:
+            return table, [], error
+        count = schedulable(max(counts.microbatches for counts in table))
+        empty: list[list[Sample]] = [[]] * (count - len(draft.microbatches))
+        return table, [self._packing.pack(part) for part in [*draft.microbatches, *empty]], None
 
     def _rounds(
         self, draft: "Draft", group: ProcessGroup | None, error: Exception | None
-    ) -> tuple[list[_Counts], Exception | None]:
+    ) -> tuple[list[Counts], Exception | None]:
         """Take documents until the step is full, they have ended, or a rank has failed; all ranks' counts."""
         rank = 0 if group is None else torch.distributed.get_rank(group)
         size = 1 if group is None else torch.distributed.get_world_size(group)
-        table, has_progressed = [_Counts()] * size, True
+        table, has_progressed = [Counts()] * size, True
         while (limits := self._limits(table, has_progressed=has_progressed)) is not None:
             try:
                 if error is None:
@@ -270,8 +300,8 @@ class DocumentAccumulator:
         return self._searched(draft, group, table)
 
     def _searched(
-        self, draft: "Draft", group: ProcessGroup | None, table: list[_Counts]
-    ) -> tuple[list[_Counts], Exception | None]:
+        self, draft: "Draft", group: ProcessGroup | None, table: list[Counts]
+    ) -> tuple[list[Counts], Exception | None]:
         """Search for whole groups with N documents in total, if taking them in turn has missed N; all ranks' counts."""
         wanted, rank = self._rule.num_documents, 0 if group is None else torch.distributed.get_rank(group)
         row, error = torch.zeros(1 + wanted, dtype=torch.int64), None
@@ -297,7 +327,7 @@ class DocumentAccumulator:
             error = failure
         return _gather_counts(draft, group, error), error
 
-    def _limits(self, table: Sequence[_Counts], *, has_progressed: bool) -> list[float] | None:
+    def _limits(self, table: Sequence[Counts], *, has_progressed: bool) -> list[float] | None:
         """The most documents of each rank in the next round; None: no next group fits into a step of exactly N."""
         if self._rule.policy == "at_least":
             return [math.inf] * len(table)
@@ -348,9 +378,9 @@ class Draft:
             self._next_group = 0
             taken += len(group)
 
-    def counts(self, *, has_failed: bool) -> _Counts:
+    def counts(self, *, has_failed: bool) -> Counts:
         """The row of this rank."""
-        return _Counts(
+        return Counts(
             documents=sum(len(part) for part in self.microbatches),
             microbatches=len(self.microbatches),
             next_group=self._next_group,
@@ -408,25 +438,10 @@ class Draft:
         self._units |= units
 
 
-def check_end(rule: StepRule, total: int, seen: int) -> ValueError | None:
-    """The error of a run without any document; None: the step can be trained.
-
-    Raises:
-        EndOfDocuments: the `total` remaining documents, after `seen` trained ones, are too few for a step.
-    """
-    if total == 0 and seen == 0:
-        return ValueError("there are no documents to train. Check the source.")
-    if total == 0 or (total < rule.num_documents and rule.end == "stop"):
-        few = f", {total} are too few for a step of {rule.num_documents} and were left (--docs-per-step-end stop)"
-        raise EndOfDocuments(f"the documents have ended: {seen} were trained{few if total else ''}")
-    return None
-
-
-def _gather_counts(draft: Draft, group: ProcessGroup | None, error: Exception | None) -> list[_Counts]:
-    """All ranks' counts of the step so far, in rank order."""
+def _gather_counts(draft: Draft, group: ProcessGroup | None, error: Exception | None) -> list[Counts]:
     row = torch.tensor(draft.counts(has_failed=error is not None), dtype=torch.int64)
     rows = row[None] if group is None else all_gather_rows(row, group, error=error)
-    return [_Counts(*counts) for counts in rows.tolist()]
+    return [Counts(*counts) for counts in rows.tolist()]
 
 
 def whole_groups(reachable: Sequence[Sequence[int]], wanted: int) -> list[int] | None:
@@ -449,7 +464,7 @@ def whole_groups(reachable: Sequence[Sequence[int]], wanted: int) -> list[int] |
     return shares
 
 
-def _total(table: Iterable[_Counts]) -> int:
+def _total(table: Iterable[Counts]) -> int:
     return sum(counts.documents for counts in table)
 
 

@@ -21,18 +21,17 @@ class CountedStep(NamedTuple):
 def count_step(batches: Sequence[PackedBatch], settings: LossSettings, group: ProcessGroup | None) -> CountedStep:
     """Count this rank's micro-batches. It checks their fields and runs the user's reducer.
 
-    Args:
-        batches: the step's micro-batches.
-        settings: the loss settings.
-        group: the ranks that contribute their own samples; None: this process alone.
-
     Raises:
         ValueError: a sample lacks what the loss needs, or the user's reducer fails.
     """
     factors = [token_factors(batch, settings) for batch in batches]
-    kept = [
-        n
-        for batch, of_batch in zip(batches, factors, strict=True)
-        for n in of_batch.kept_per_sample(batch, settings.objective_tokens)
-    ]
+    kept = kept_per_sample(batches, factors, settings)
     return CountedStep(local_table_of(batches, settings.plan_rule, group, kept), factors)
+
+
+def kept_per_sample(
+    batches: Sequence[PackedBatch], factors: Sequence[TokenFactors], settings: LossSettings
+) -> list[int]:
+    """Of each sample the objective's tokens that no correction rejects; -1: it is not of the objective."""
+    pairs, tokens = zip(batches, factors, strict=True), settings.objective_tokens
+    return [n for batch, of_batch in pairs for n in of_batch.kept_per_sample(batch, tokens)]

@@ -153,7 +153,10 @@ def plan_from_table(
     whole = exchange(local, rule, group, gather_environments(local.environments, heads, group))
     _check_shares(whole.is_balanced, local.shares, group)
     known = {column: ids for column, ids in local.ids.items() if ids is not None}
-    name_of = partial(_name_of, known, group)
+
+    def name_of(place: int, column: int) -> str:
+        return _text_from_owner(lambda index: shorten(known[column][index]), group, place)
+
     _check_undivided(whole.divided, rule.undivided, name_of)
     _check_groups(whole.mixed, name_of)
     _check_conflicts(whole.conflicting, local, name_of, group)
@@ -199,11 +202,6 @@ def _plan_terms(rule: PlanRule, count: Callable[..., StepCounts]) -> dict[str, T
             num_rollouts=count(column, live_only=False).num_rollouts,
         )
     return plans
-
-
-def _name_of(ids: Mapping[int, Sequence[Id | None]], group: ProcessGroup | None, place: int, column: int) -> str:
-    """The id of a sample."""
-    return _text_from_owner(lambda index: shorten(ids[column][index]), group, place)
 
 
 def _text_from_owner(text_of: Callable[[int], str], group: ProcessGroup | None, place: int) -> str:
@@ -332,7 +330,6 @@ def _check_counted(num_trained: int, num_tokens: int, num_kept: int) -> None:
 
 
 def _counts(whole: WholeStep, column: int, *, live_only: bool, with_prompts: bool, divisor: float | None) -> StepCounts:
-    """The counts over one column of tokens."""
     rollouts, prompts = whole.units[ROLLOUT], whole.units[PROMPT]
     return StepCounts(
         tokens_per_rollout=rollouts.tokens[:, column],

@@ -12,6 +12,7 @@ Megatron's step and the hosts plan through `PlannedStep.of`. An error on one ran
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -27,10 +28,6 @@ from megatron_pg.plan.table import PlanRule
 from megatron_pg.plan.weights import TokenFactors, depth_weights, token_weights
 
 
-def _accept(batches: Sequence[PackedBatch]) -> None:
-    """The default of `PlannedStep.of`: no further checks."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedStep:
     """The plan of an optimizer step, and what it adds to this rank's micro-batches."""
@@ -38,6 +35,7 @@ class PlannedStep:
     settings: LossSettings
     plan: StepPlan
     batches: Sequence[PackedBatch]
+    starts: Sequence[int]  # of each micro-batch, the index of its first sample among all samples of this rank
     factors: Sequence[TokenFactors]  # of each micro-batch: what is known of its tokens without their weights
     fields: Sequence[dict[str, Tensor]]  # of each micro-batch, from `token_weights`
 
@@ -49,7 +47,7 @@ class PlannedStep:
         *,
         group: ProcessGroup | None,
         rule: PlanRule | None = None,
-        check: Callable[[Sequence[PackedBatch]], None] = _accept,
+        check: Callable[[Sequence[PackedBatch]], None] = lambda batches: None,
     ) -> "PlannedStep":
         """Plan a step, by one exchange over `group`.
 
@@ -73,12 +71,12 @@ class PlannedStep:
             error = failure
         table, factors = select_tokens(batches, counted, settings, group, error)
         plan = plan_from_table(table, rule or settings.plan_rule, error=error, group=group)
-        starts = _starts(batches)
+        starts = list(accumulate((len(batch.samples) for batch in batches), initial=0))[: len(batches)]
         fields = [
             token_weights(batch, plan, start, factors=of_batch, settings=settings)
             for batch, start, of_batch in zip(batches, starts, factors, strict=True)
         ]
-        return cls(settings=settings, plan=plan, batches=batches, factors=factors, fields=fields)
+        return cls(settings=settings, plan=plan, batches=batches, starts=starts, factors=factors, fields=fields)
 
     def slices(
         self, group_of: Callable[[PackedBatch], ProcessGroup | None], device: torch.device | str = "cpu"
@@ -93,7 +91,7 @@ class PlannedStep:
             self._slice(
                 batch, fields, group_of(batch), device, depth_weights(batch, self.plan, start, settings=self.settings)
             )
-            for batch, fields, start in zip(self.batches, self.fields, _starts(self.batches), strict=True)
+            for batch, fields, start in zip(self.batches, self.fields, self.starts, strict=True)
         ]
 
     def slice(
@@ -136,9 +134,3 @@ class PlannedStep:
             cp_group=group if size > 1 else None,
             depth_weights=weights_of_depths,
         )
-
-
-def _starts(batches: Sequence[PackedBatch]) -> list[int]:
-    """The index of each micro-batch's first sample among all samples of this rank."""
-    counts = [len(batch.samples) for batch in batches]
-    return [sum(counts[:k]) for k in range(len(batches))]

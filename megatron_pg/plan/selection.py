@@ -28,7 +28,7 @@ from megatron_pg.objectives.corrections.selections import (
     origin_of,
 )
 from megatron_pg.plan.exchange import gathered
-from megatron_pg.plan.microbatches import CountedStep
+from megatron_pg.plan.microbatches import CountedStep, kept_per_sample
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.table import KEPT, SelectionFacts, is_brought, places_of
 from megatron_pg.plan.weights import TokenFactors
@@ -76,18 +76,16 @@ def select_tokens(
     keys = [declared.load_key()(sample, *means) for sample in samples]
     lines = [_Line(identity_of(s), content_of(s, k), p, len(k)) for s, k, p in zip(samples, keys, brought, strict=True)]
     everyones, lines = _gathered_tokens(lines, keys, heads, group)
-    step = StepKeys(everyones, [line.length for line in lines], _origins(lines, settings.seed))
+    alike = groupby(lines, key=lambda line: line.identity)
+    origins = [origin_of(settings.seed, identity, n) for identity, same in alike for n, _ in enumerate(same)]
+    step = StepKeys(everyones, [line.length for line in lines], origins)
     nothing = TokenSelection(everyones.bool(), None)  # type: ignore[arg-type]
     chosen = declared.load_choice()(step, settings.correction) if len(everyones) else nothing
     of_place = dict(zip((line.place for line in lines), chosen.tokens.split(list(step.lengths)), strict=True))
     facts = SelectionFacts(int(chosen.tokens.sum()), len(everyones), chosen.threshold, chosen.num_candidates)
     factors = _with_choice(batches, counted.factors, _masks(batches, of_place, group), declared)
     rows = counted.table.rows.clone()
-    kept = [
-        n
-        for batch, of_batch in zip(batches, factors, strict=True)
-        for n in of_batch.kept_per_sample(batch, settings.objective_tokens)
-    ]
+    kept = kept_per_sample(batches, factors, settings)
     mine = [n for n, place in zip(kept, places_of(batches, group), strict=True) if is_brought(place, group)]
     rows[:, KEPT] = torch.tensor(mine, dtype=torch.int64)
     return CountedStep(replace(counted.table, rows=rows, selection=facts), factors)
@@ -135,11 +133,6 @@ def _gathered_tokens(
     return torch.cat([torch.zeros(0, dtype=torch.float64), *(k for _, k in keyed)]), [line for line, _ in keyed]
 
 
-def _origins(lines: Sequence[_Line], seed: int) -> list[int]:
-    alike = groupby(lines, key=lambda line: line.identity)
-    return [origin_of(seed, identity, number) for identity, same in alike for number, _ in enumerate(same)]
-
-
 def _masks(batches: Sequence[PackedBatch], of_place: dict[int, Tensor], group: ProcessGroup | None) -> list[Tensor]:
     """[sum of R] bool of each micro-batch: the selected tokens."""
     places, masks = iter(places_of(batches, group)), []
@@ -159,7 +152,6 @@ def _with_choice(
     masks: Sequence[Tensor],
     declared: SelectionDeclaration,
 ) -> list[TokenFactors]:
-    """The factors of the tokens with the selection."""
     if declared.penalises:
         return [replace(of_batch, penalised=chosen) for of_batch, chosen in zip(factors, masks, strict=True)]
     return [

@@ -6,14 +6,14 @@ the same documents and compute the same number of micro-batches; one small all-g
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import PackedBatch
 from megatron_pg.plan.collectives import all_gather_rows
-from megatron_pg.plan.documents import Draft, Group, Position, StepDocuments, StepRule, check_end
+from megatron_pg.plan.documents import Accumulator, Counts, Draft, Group, Position, StepRule
 from megatron_pg.rollouts.sample import Sample
 
 # This rank's K micro-batches of a step; raises ValueError if K is too small.
@@ -29,7 +29,7 @@ class _OneGroup:
         return 1
 
 
-class SharedDocumentAccumulator:
+class SharedDocumentAccumulator(Accumulator):
     """Takes documents step by step if every rank has the same documents.
 
     Args:
@@ -40,56 +40,24 @@ class SharedDocumentAccumulator:
     """
 
     def __init__(self, *, rule: StepRule, cut: Cut, room: int, position: Position):
-        self._rule, self._cut, self._room = rule, cut, room
-        self.position = position  # after the last step
-        self._waiting: list[Group] = []
-        self._before = position, self._waiting  # position and pulled groups of the last step
+        super().__init__(rule, _OneGroup(), position)
+        self._cut, self._room = cut, room
 
-    def take(
-        self,
-        source: Iterator,
-        *,
-        group: ProcessGroup | None,
-        error: Exception | None = None,
-        undivided: Sequence[str] = ("rollout_id",),
-        schedulable: Callable[[int], int] = lambda count: count,
-    ) -> tuple[list[PackedBatch], StepDocuments | None, Exception | None]:
-        """The next step's micro-batches of this rank, as `DocumentAccumulator.take`.
-
-        `group` is Megatron's data-parallel group with context parallelism, every rank of which must call.
-
-        Raises:
-            EndOfDocuments: on every rank of `group`.
-        """
-        if getattr(source, "replaying", False):
-            (self.position, self._waiting), source = self._before, iter(())
-        draft = Draft(_OneGroup(), self._waiting, source, undivided)
+    def _fill(
+        self, draft: Draft, group: ProcessGroup | None, error: Exception | None, schedulable: Callable[[int], int]
+    ) -> tuple[list[Counts], list[PackedBatch], Exception | None]:
         batches: list[PackedBatch] = []
         try:
             if error is None:
-                self._fill(draft)
+                self._take_groups(draft)
                 batches = self._fewest([document for taken in draft.taken for document in taken], schedulable)
         except Exception as failure:  # travels to the other ranks, so that all of them stop
             error = failure
         counts = draft.counts(has_failed=error is not None)
-        error = self._compare([counts.documents, counts.next_group, len(batches), _digest(draft.taken)], error, group)
-        if error is not None or counts.has_failed:
-            return [], None, error
-        seen, total = self.position.documents_seen, counts.documents
-        if nothing := check_end(self._rule, total, seen):
-            return [], None, nothing
-        self._before = self.position, draft.taken + list(draft.waiting)
-        self._waiting, self.position = list(draft.waiting), Position(seen + total, (seen + total,))
-        documents = StepDocuments(
-            num_documents=total,
-            documents_seen=seen + total,
-            documents_surplus=max(total - self._rule.num_documents, 0),
-            documents_waiting=counts.next_group,
-            num_microbatches=len(batches),
-        )
-        return batches, documents, None
+        mine = [counts.documents, counts.next_group, len(batches), _digest(draft.taken)]
+        return [counts], batches, self._compare(mine, error, group)
 
-    def _fill(self, draft: Draft) -> None:
+    def _take_groups(self, draft: Draft) -> None:
         """Take groups until the step is full, or the documents have ended.
 
         Raises:

@@ -114,7 +114,6 @@ def group_advantages(
 
 
 def _of_group(rule: str, prompt: Id, group: dict[Id, float]) -> dict[Id, float]:
-    """The advantage of each rollout of a group."""
     rewards = list(group.values())
     if RULES[rule].is_relative and len(group) < 2:
         raise ValueError(

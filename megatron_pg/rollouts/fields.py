@@ -78,11 +78,8 @@ def _are_numbers(value: Any) -> bool:
 
 def _are_token_sets(value: Any) -> bool:
     """Whether it is ids and log-probabilities, a list of each per token; `Sample` checks shape and range."""
-    if not (
-        isinstance(value, dict)
-        and set(value) == {"ids", "logprobs"}
-        and all(isinstance(v, list) for v in value.values())
-    ):
+    is_pair = isinstance(value, dict) and set(value) == {"ids", "logprobs"}
+    if not is_pair or not all(isinstance(v, list) for v in value.values()):
         return False
     return all(_is_list_of(row, {int}) for row in value["ids"]) and all(map(_are_numbers, value["logprobs"]))
 
@@ -96,11 +93,8 @@ def _are_states(value: Any) -> bool:
 
 def _is_sampling_mask(value: Any) -> bool:
     """Whether it is two lists of integers; `Sample` checks their content."""
-    return (
-        isinstance(value, dict)
-        and set(value) == {"ids", "offsets"}
-        and all(_is_list_of(v, {int}) for v in value.values())
-    )
+    is_pair = isinstance(value, dict) and set(value) == {"ids", "offsets"}
+    return is_pair and all(_is_list_of(v, {int}) for v in value.values())
 
 
 def _are_experts(value: Any) -> bool:

@@ -142,7 +142,6 @@ def lower_version(path: str | Path, version: int) -> None:
 
 
 def _has(sample: Sample, name: str) -> bool:
-    """Whether the line of a sample has an optional field."""
     if name == "term":
         return sample.term != POLICY
     return bool(sample.masks) if name == "masks" else getattr(sample, name) is not None
@@ -186,7 +185,6 @@ def sample_of(record: dict, sample_id: str) -> Sample:
 
 
 def _encoded_sample(sample: Sample, version: int) -> bytes:
-    """The line of a sample."""
     record = _record_of(sample)
     if newer := [name for name in record if name in FIELDS and FIELDS[name].since > version]:
         raise ValueError(
@@ -209,7 +207,6 @@ def _encoded_sample(sample: Sample, version: int) -> bytes:
 
 
 def _record_of(sample: Sample) -> dict[str, Any]:
-    """The fields that a sample has."""
     needed = ("step", "prompt_id", "rollout_id", *(("reward",) if sample.term == POLICY else ()))
     if missing := [name for name in needed if getattr(sample, name) is None]:
         raise ValueError(
@@ -234,7 +231,6 @@ def _record_of(sample: Sample) -> dict[str, Any]:
 
 
 def _json_of(name: str, value: Any) -> Any:
-    """A field's value as JSON has it."""
     if name in PAYLOADS:
         return PAYLOADS[name].to_json(value)
     if isinstance(value, Mapping):
@@ -243,14 +239,10 @@ def _json_of(name: str, value: Any) -> Any:
         return value
     if not value.is_floating_point():
         return value.int().tolist() if value.dtype == torch.bool else value.tolist()
-    numbers = _finite(value)
+    # only masked tokens can have values that are not finite, and nothing reads them
+    numbers = torch.where(torch.isfinite(value), value, 0.0).tolist()
     return numbers[0] if name == "advantage" and len(set(numbers)) == 1 else numbers
 
 
 def _encoded(record: dict[str, object]) -> bytes:
     return json.dumps(record, allow_nan=False).encode() + b"\n"
-
-
-def _finite(values: Tensor) -> list[float]:
-    """Only masked tokens can have values that are not finite, and nothing reads them: they are written as 0."""
-    return torch.where(torch.isfinite(values), values, 0.0).tolist()

@@ -45,12 +45,7 @@ def read_records(path: str | Path, *, update: Callable[[int], None] | None = Non
                 f"{version}, so its "
                 f'writer may have meant something else. Write "version": {FIELDS[newer[0]].since} into the first line.'
             )
-        yield number, _renamed(record) if version == 2 else record
-
-
-def _renamed(record: dict) -> dict:
-    """A record of version 2 under the names of version 3."""
-    return {OLD_NAMES.get(name, name): value for name, value in record.items()}
+        yield number, {OLD_NAMES.get(n, n): v for n, v in record.items()} if version == 2 else record
 
 
 @functools.cache

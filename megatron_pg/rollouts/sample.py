@@ -68,9 +68,7 @@ class Sample:
     tokens: Tensor  # [n] int64, prompt then response
     loss_mask: Tensor  # [R] bool, the tokens that the sample's loss term trains
     old_logprobs: Tensor | None = None  # [R] float64, nats, of the sampling policy at the training temperature
-    advantages: Tensor | None = (
-        None  # [R] float64; it and old_logprobs may be None in a loss term that does not read them
-    )
+    advantages: Tensor | None = None  # [R] float64; None, as old_logprobs, only in loss terms that do not read it
     term: str = POLICY  # the objective, or the name of a `--pg-term`
     masks: Mapping[str, Tensor] = field(default_factory=dict)  # [R] bool, tokens that further loss terms train
     sample_id: str = "?"  # its name in error messages
@@ -204,13 +202,9 @@ class Sample:
         mask = _mask("loss_mask", loss_mask, length, label)
         number = plain(advantage)
         values = [number] * length if isinstance(number, float) or is_int(number) else advantage
-        given = {
-            "old_logprobs": old_logprobs,
-            "advantages": values,
-            **{name: rest.pop(name, None) for name in OPTIONAL},
-        }
+        given = {"old_logprobs": old_logprobs, "advantages": values} | {n: rest.pop(n, None) for n in OPTIONAL}
         vectors: dict[str, Any] = {
-            name: _vector("advantage" if name == "advantages" else name, values, label, (int, float))
+            name: _vector(name.replace("advantages", "advantage"), values, label, (int, float))
             for name, values in given.items()
             if values is not None
         }
@@ -244,7 +238,6 @@ class Sample:
 
 
 def _check_names(given: Mapping[str, Any]) -> None:
-    """Refuse arguments that are not fields of a sample."""
     names = ("advantage", *Sample.__dataclass_fields__.keys() - {"advantages"})
     for name in given.keys() - set(names):
         close = difflib.get_close_matches(name, names, n=1)
@@ -267,7 +260,6 @@ def check_lengths(total_length: int, response_length: int) -> None:
 
 
 def _label(name: Any) -> str:
-    """The name of a sample in messages."""
     name = plain(name)
     return printable(name) if isinstance(name, str) else shorten(name)
 
@@ -286,9 +278,8 @@ def _vector(name: str, values: Any, label: str, kinds: tuple[type, ...]) -> Tens
             types = set(map(type, values))
         if types <= set(kinds) or len(values) == 0:
             # copied, because the caller may reuse a buffer; an array has been copied above
-            vector = (
-                torch.as_tensor(values, dtype=None if is_tensor else dtype).detach().to("cpu", dtype, copy=is_tensor)
-            )
+            vector = torch.as_tensor(values, dtype=None if is_tensor else dtype)
+            vector = vector.detach().to("cpu", dtype, copy=is_tensor)
             if is_plain(vector, 1):
                 return vector
     except Exception:  # any conversion failure gets the one message below

@@ -22,10 +22,9 @@ from megatron_pg.plan.errors import ScheduleError
 
 
 class ContextGroups:
-    """A process group for every run of ranks that this rank is in; a collective of all ranks.
+    """A group for every run of ranks of Megatron's data- and context-parallel group `plane` with this rank in it.
 
-    Args:
-        plane: Megatron's data-parallel group with context parallelism.
+    Making them is a collective of all ranks.
     """
 
     def __init__(self, plane: ProcessGroup):

@@ -72,9 +72,8 @@ def router_losses_to_scale(chunks: Iterable[nn.Module], *, rows: int, ranks: int
         rows: B of the step's micro-batches.
         ranks: TP · C, of which one has a given position.
     """
-    configs = {
-        id(config): config for chunk in chunks for module in chunk.modules() if (config := _router_config(module))
-    }
+    found = (getattr(module, "config", None) for chunk in chunks for module in chunk.modules())
+    configs = {id(config): config for config in found if config is not None and needs_router_scale(config)}
     before = [(config, {name: getattr(config, name) for name in _COEFFICIENTS}) for config in configs.values()]
     try:
         for config, coefficients in before:
@@ -85,11 +84,6 @@ def router_losses_to_scale(chunks: Iterable[nn.Module], *, rows: int, ranks: int
     finally:
         for config, coefficients in before:
             vars(config).update(coefficients)
-
-
-def _router_config(module: nn.Module) -> Any:
-    config = getattr(module, "config", None)
-    return config if config is not None and needs_router_scale(config) else None
 
 
 def scaled(kinds: Any, aux: Any, z: float | None, *, rows: int, ranks: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ Needs megatron.core only. `megatron_pg.pretrain` hooks it into `megatron.trainin
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -214,23 +214,17 @@ class PolicyGradientStep:
         with (
             self._checked_before_finalize(call.config, findings),
             _router_losses_to_scale(call.chunks, local),
-            self._replay_ended(),
+            ExitStack() as ending,
             self._groups.in_layers(call.chunks) if self._groups else nullcontext(),
             torch.set_grad_enabled(trains),
         ):
+            if self._replay is not None:
+                ending.callback(self._replay.end)
             losses = forward_backward_func(**call.over(local))
         gathered = findings[0] if findings else self._gather_and_check()
         report = report_of(plan, self.settings.metrics, gathered, forward_only=call.forward_only, documents=documents)
         self._on_report(report)
         return losses
-
-    @contextmanager
-    def _replay_ended(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            if self._replay is not None:
-                self._replay.end()
 
     def _checked_before_finalize(self, config: Any, findings: list[StepFindings]) -> AbstractContextManager[None]:
         return before_finalize(config, lambda: findings.append(self._gather_and_check()))
@@ -258,7 +252,9 @@ class PolicyGradientStep:
             warnings.warn(planned.plan.warning, stacklevel=2)
             self._has_warned = True
         device = next(call.chunks[0].parameters()).device
-        return planned.plan, planned.slices(self._context_group, device), fetched.documents
+        of_all = None if self._groups else parallel_state.get_context_parallel_group()
+        slices = planned.slices(lambda batch: self._groups.of(batch) if self._groups else of_all, device)
+        return planned.plan, slices, fetched.documents
 
     def _check(self, call: ScheduleCall, batches: Sequence[PackedBatch]) -> None:
         model = call.chunks[0]
@@ -330,12 +326,9 @@ class PolicyGradientStep:
             averages=always_averages(model),
         )
 
-    def _context_group(self, batch: PackedBatch) -> ProcessGroup:
-        return self._groups.of(batch) if self._groups else parallel_state.get_context_parallel_group()
-
     def _gather_and_check(self) -> StepFindings:
-        """The diagnostics of every rank, after the checks."""
-        diagnostics, reports = self._loss.diagnostics, _reports()
+        diagnostics = self._loss.diagnostics
+        reports = parallel_state.get_tensor_model_parallel_rank() == 0  # other ranks hold copies of its sums
         counted = sum(self._scaling.local_count(local.num_positions) for local in diagnostics) if reports else 0
         data_rank = self._counting_group.rank()
         gathered = gather_found(
@@ -368,8 +361,3 @@ def _packed_seq_params(local: LocalBatch, cp_group: ProcessGroup | None = None) 
         number = torch.repeat_interleave(boundaries.diff(), output_size=local.whole.num_positions)
         document["seq_idx"] = number[None]  # of every position of the whole row; layers with a state reset by it
     return PackedSeqParams(qkv_format="thd", **dict.fromkeys(names, boundaries), **longest, **document)
-
-
-def _reports() -> bool:
-    """Whether this rank's sums count; other tensor-parallel ranks hold copies."""
-    return parallel_state.get_tensor_model_parallel_rank() == 0

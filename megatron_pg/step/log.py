@@ -40,11 +40,7 @@ def step_record(log: StepLog) -> dict[str, Any]:
 
 
 class Console:
-    """The console lines of the rank that logs.
-
-    Args:
-        say: prints a line.
-    """
+    """The console lines of the rank that logs; `say` prints one."""
 
     def __init__(self, say: Callable[[str], None]):
         self._say = say

@@ -34,11 +34,7 @@ class _Forward:
 
 
 class ModelLoss:
-    """Installs the loss in models, and keeps the diagnostics of each micro-batch of a step.
-
-    Args:
-        settings: the loss settings.
-    """
+    """Installs the loss in models, and keeps the diagnostics of each micro-batch of a step."""
 
     def __init__(self, settings: LossSettings):
         self._settings = settings

@@ -194,11 +194,11 @@ def test_the_lists_of_messages_are_brought_up_to_date():
 def test_a_message_is_read_with_its_constants_and_its_values_apart(tmp_path, monkeypatch):
     room = tmp_path / "room.py"
     room.write_text(
-        "def check(x):\n"
+        "def check(x) -> Violations:\n"
         "    flag = '--flag'\n"
         "    if x:\n"
         "        raise ValueError(f'{flag} is {x!r}, so nothing ' + 'works.')\n"
-        "    yield ('E1', 'a rule that is broken')\n"
+        "    yield 'E1 a rule that is broken'\n"
         "def length_message(n) -> str:\n"
         "    return f'{n} is too long' if n else 'it is not there at all'\n"
         "def label(n) -> str:\n"
@@ -213,9 +213,9 @@ def test_a_message_is_read_whole(tmp_path, monkeypatch):
     """With each of the texts that a value of it may be, and once."""
     (tmp_path / "room.py").write_text(
         "FLAWS = {'a': 'is noisy', 'b': None, 'c': 'is biased'}\n"
-        "def rules(args, own):\n"
+        "def rules(args, own) -> Violations:\n"
         "    for name, why in (('one_flag', 'scales the logits'), ('other', 'defers them')):\n"
-        "        yield 'E1', f'--{name.replace(\"_\", \"-\")} {why}; remove it'\n"
+        '        yield f\'E1 --{name.replace("_", "-")} {why}; remove it\'\n'
         "    for reader in readers(f'--no-message {args}'):\n"
         "        raise ArgumentError(list(sort(reader)))\n"
         "def readers(args) -> Iterator[str]:\n"

@@ -5,7 +5,7 @@
 brings the page's lists up to date: new messages go into the group that takes those of their room (its comment says so),
 or into a new group that needs an explanation; lines that no code has any more go.
 
-A message is what a `raise`, a rule of args.py (`yield "E…", message`), `warnings.warn` or a session's `_say` is written
+A message is what a `raise`, a rule of args.py (`yield "E… message"`), `warnings.warn` or a session's `_say` is written
 with, and what a function that returns messages as `list[str]`, or one that is named so, returns. Its pattern is the
 constant text with … for each value. It is the whole message: a value that is one of several constant texts (a loop over
 a literal, an entry of a table, what a function that returns `str | None` may say) gives a pattern for each of them.
@@ -45,8 +45,7 @@ def collect() -> dict[str, str]:
 
 def messages() -> dict[str, str]:
     """All of the package's: those of its source, and those that stand in tables."""
-    refused = [(name, text) for _, texts in REFUSED for name, text in texts.items()]
-    found = [text.partition(" ")[2].format(flag=f"--{name.replace('_', '-')}", value="…") for name, text in refused]
+    found = [text.partition(" ")[2].format(flag=f"--{name.replace('_', '-')}", value="…") for name, _, text in REFUSED]
     found += [f"--pg-kl-estimator …: {each.flaw}" for each in KL_ESTIMATORS.values() if each.flaw]
     return collect() | dict.fromkeys(found, "flags")
 
@@ -139,6 +138,7 @@ class _Reader:
             if isinstance(node, ast.Assign):
                 self._remember(node.targets[0], node.value)
         returns = _returns(function)
+        self._yields_rules = returns == "Violations"
         self._gives_messages = (returns in ("str", "str | None") and "message" in function.name) or (
             returns.startswith("list[")
             and (function.name in ("reconcile", "_late_changes") or "warnings" in function.name)
@@ -161,7 +161,7 @@ class _Reader:
                 return error
             case ast.Call(func=ast.Name(id=name)) if name.endswith("Error"):  # that travels as a value
                 return node
-            case ast.Yield(value=ast.Tuple(elts=[_, message])):
+            case ast.Yield(value=message) if self._yields_rules:
                 return message
             case ast.Call(func=ast.Attribute(attr="warn" | "_say"), args=[message, *_]):
                 return message
@@ -177,8 +177,8 @@ class _Reader:
         """The patterns of what is said below a node, once for each row of what the names around it may stand for."""
         rows = [row | more for row, more in product(rows, self._rows(node))]
         if (expression := said(node)) is not None:
-            for row in rows:
-                yield from self._within(expression, row)
+            texts = [text for row in rows for text in self._within(expression, row)]
+            yield from (text.partition(" ")[2] for text in texts) if isinstance(node, ast.Yield) else texts
             return
         for child in ast.iter_child_nodes(node):
             yield from self._visit(child, rows, said)
@@ -202,7 +202,9 @@ class _Reader:
         return rows
 
     def _bound(self, target: ast.expr, entry: ast.expr) -> Row:
-        pairs = zip(target.elts, entry.elts, strict=False) if isinstance(target, ast.Tuple) else [(target, entry)]
+        pairs = [(target, entry)]
+        if isinstance(target, ast.Tuple) and isinstance(entry, ast.Tuple):
+            pairs = list(zip(target.elts, entry.elts, strict=False))
         return {
             name.id: value.value
             for name, value in pairs

@@ -32,16 +32,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture
-def poisoned_memory():
-    """torch.empty returns NaN, so that a read before a write shows."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    assert torch.empty(4).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def with_masked_values(case: StepCase, value) -> StepCase:
     """The case with `value()` in every slot that nothing trained reads."""
     samples = [_refill(sample, value) for sample in case.samples]
@@ -77,7 +67,7 @@ def is_same(found: Outcome, expected: Outcome) -> bool:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_what_stands_in_masked_slots_and_padding_changes_no_bit_of_the_step(layout, dtype, full, evidence):
     rng = random.Random(f"{layout}{dtype}")
-    count, clean, poisoned = 170 if full else 12, [], []
+    count, clean, poisoned = 170 if full else 6, [], []
     for number in range(count):
         aggregation, per_token = CONTRACTS[number % len(CONTRACTS)]
         case = with_masked_values(random_case(rng, aggregation, per_token=per_token, dtype=dtype), lambda: 0.0)

@@ -139,7 +139,7 @@ def check(change: Change, before: Outcome, after: Outcome) -> float:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", RELATIONS)
 def test_loss_and_gradient_answer_to_the_change_as_they_must(name, layout, full, evidence):
-    found = changes(name, layout, 96 if full else 8, random.Random(f"{name}{layout}"))
+    found = changes(name, layout, 96 if full else 4, random.Random(f"{name}{layout}"))
     befores = simulation.run_steps([change.before for change in found], layout)
     for padding in {change.extra_padding for change in found}:
         group = [

@@ -6,12 +6,12 @@ ratio: the gradient mass of a token is w·|A|. Weights come from `plan_step`, as
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from megatron_pg.cli.runs.pictures import add_picture_options, check_picture, picture
 from megatron_pg.cli.terminal import InputError, progress, say, show_json, show_path, table
@@ -19,6 +19,9 @@ from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.flags.aggregation import is_usable_divisor
 from megatron_pg.rollouts.fields import POLICY, Id
 from megatron_pg.rollouts.printable import printable
+
+if TYPE_CHECKING:
+    from megatron_pg.rollouts.sample import Sample
 
 
 class Row(NamedTuple):
@@ -100,23 +103,28 @@ def digest_rollouts(path: str | Path) -> tuple[list[Row], Tallies]:
     Raises:
         RolloutFileError: `read_rollouts` refuses the file; the message is the same.
     """
+    tallies: Tallies = {}
+    rows = []
+    for sample in read_samples(path):
+        ids = cast(tuple[int, Id, Id], (sample.step, sample.prompt_id, sample.rollout_id))  # never None in a file
+        for term in (sample.term, *sample.masks):
+            trained = sample.mask_of(term)
+            tally = Tally(ids[0], ids[2], 0 if trained is None else int(trained.sum()))
+            tallies.setdefault(term, []).append(tally)
+        if sample.term != POLICY or sample.advantages is None:
+            continue
+        advantages = sample.advantages[sample.loss_mask]
+        sums = float(advantages.sum()), float(advantages.abs().sum())
+        rows.append(Row(*ids, sample.response_length, len(advantages), *sums))
+    return rows, tallies
+
+
+def read_samples(path: str | Path) -> Iterator["Sample"]:
+    """The samples of a rollout file one by one, with progress."""
     from megatron_pg.rollouts.file import iterate_rollouts  # imports torch
 
-    tallies: Tallies = {}
-    rows, size = [], Path(path).stat().st_size if Path(path).is_file() else 0
-    with progress(f"reading {show_path(path)}", size) as update:
-        for sample in iterate_rollouts(path, update=update):
-            ids = cast(tuple[int, Id, Id], (sample.step, sample.prompt_id, sample.rollout_id))  # never None in a file
-            for term in (sample.term, *sample.masks):
-                trained = sample.mask_of(term)
-                tally = Tally(ids[0], ids[2], 0 if trained is None else int(trained.sum()))
-                tallies.setdefault(term, []).append(tally)
-            if sample.term != POLICY or sample.advantages is None:
-                continue
-            advantages = sample.advantages[sample.loss_mask]
-            sums = float(advantages.sum()), float(advantages.abs().sum())
-            rows.append(Row(*ids, sample.response_length, len(advantages), *sums))
-    return rows, tallies
+    with progress(f"reading {show_path(path)}", Path(path).stat().st_size if Path(path).is_file() else 0) as update:
+        yield from iterate_rollouts(path, update=update)
 
 
 def compare(rows: Sequence[Row], divisor: float | None, path: str) -> dict[str, Comparison]:
@@ -266,7 +274,6 @@ def _document(
 
 
 def _show(document: Mapping) -> None:
-    """The document as text."""
     counts = "{samples} samples, {steps} steps, {prompts} prompts, {trained_tokens} trained tokens".format_map(document)
     say(f"{show_path(document['rollouts'])}: {counts}; on-policy (r = 1)")
     rows = [

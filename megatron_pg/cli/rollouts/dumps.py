@@ -63,7 +63,6 @@ class Names:
 
 
 def _field(record: Any, name: str, where: str) -> Any:
-    """A required field."""
     if not isinstance(record, Mapping):
         raise _foreign(where, f"is a {type(record).__name__}, not a sample with fields")
     if name not in record:
@@ -355,17 +354,14 @@ def read_jsonl(path: str, options: argparse.Namespace, names: Names) -> list[Row
         fields.setdefault("rollout_id", names.rollout(fields["step"]))
         rows.append(Row(where, fields, tuple(unused)))
     if rows and absent:
+        first = printable(next(f"{field}={name}" for field, name in chosen.items() if name in absent))
         raise InputError(
-            f"--column {_first_absent(chosen, absent)}: no line of {show_path(path)} has this column. The first line "
-            f"has: {names_of(rows[0].unused)}. Correct it."
+            f"--column {first}: no line of {show_path(path)} has this column. The first line has: "
+            f"{names_of(rows[0].unused)}. Correct it."
         )
     if options.group_size is not None:
         _group_rows(rows, options.group_size, show_path(path), names)
     return rows
-
-
-def _first_absent(chosen: Mapping[str, str], absent: set[str]) -> str:
-    return printable(next(f"{field}={name}" for field, name in chosen.items() if name in absent))
 
 
 def _named(record: Any, chosen: Mapping[str, str], where: str) -> tuple[dict[str, Any], list[str]]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_pg.cli.rollouts.compare import read_samples
 from megatron_pg.cli.runs.pictures import add_picture_options, check_picture, picture
-from megatron_pg.cli.terminal import InputError, progress, say, show_json, show_path
+from megatron_pg.cli.terminal import InputError, say, show_json, show_path
 from megatron_pg.mismatch.causes import CAUSES, Answer
 from megatron_pg.mismatch.diagnosis import LEVEL, Diagnosis, diagnose
 from megatron_pg.mismatch.gap import Gap, gap_of
@@ -75,12 +76,9 @@ def read_gap(paths: Sequence[str], by: Sequence[str] = ()) -> Gap:
     absolute = [Path(path).absolute() for path in paths]
     if again := [path for i, path in enumerate(paths) if absolute[i] in absolute[:i]]:
         raise InputError(f"{show_path(again[0])}: is given twice. Give every file once.")
-    several, (samples, files) = (
-        len(paths) > 1,
-        itertools.tee(_samples(paths)),
-    )  # read together, so one sample is in memory
+    samples, files = itertools.tee(_samples(paths))  # read together, so one sample is in memory
     try:
-        return gap_of((sample for sample, _ in samples), (name for _, name in files) if several else None, by)
+        return gap_of((sample for sample, _ in samples), (name for _, name in files) if paths[1:] else None, by)
     except ValueError as error:
         if type(error) is not ValueError:
             raise
@@ -89,14 +87,10 @@ def read_gap(paths: Sequence[str], by: Sequence[str] = ()) -> Gap:
 
 def _samples(paths: Sequence[str]) -> Iterator[tuple["Sample", str]]:
     """The objective's samples, which the engine has sampled, each with its file."""
-    from megatron_pg.rollouts.file import iterate_rollouts  # imports torch
-
     for path in paths:
-        size = Path(path).stat().st_size if Path(path).is_file() else 0
-        with progress(f"reading {show_path(path)}", size) as update:
-            for sample in iterate_rollouts(path, update=update):
-                if sample.term == POLICY:
-                    yield sample, show_path(path)
+        for sample in read_samples(path):
+            if sample.term == POLICY:
+                yield sample, show_path(path)
 
 
 # --- output ---
@@ -120,7 +114,6 @@ def _show(paths: Sequence[str], gap: Gap, diagnosis: Diagnosis) -> None:
 
 
 def _estimate(test: Answer) -> str:
-    """The estimate of a cause, for its title."""
     texts = {
         "temperature": "; trainer's = engine's × {trainer_over_engine:.3f}",
         "sampling": "; kept mass {kept:.3f}, temperature × {temperature:.3f}",

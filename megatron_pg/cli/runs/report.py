@@ -81,7 +81,6 @@ def red_flags(label: str, run: Run) -> list[dict[str, Any]]:
 
 
 def _cells(flag: Mapping[str, Any]) -> tuple[str, ...]:
-    """A red flag as the cells of a row."""
     steps = flag["steps"]
     when = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} of {flag['of']}, from {steps[0]} to {steps[-1]}"
     worst = "–" if flag["worst"] is None else f"{flag['worst']:.4g}"
@@ -101,7 +100,6 @@ def _objectives(runs: Mapping[str, Run]) -> dict[str, dict[str, str]]:
 
 
 def _default_metrics(runs: Mapping[str, Run]) -> list[str]:
-    """The usual metrics, and the user's own."""
     known = metrics_of(runs)
     others = {*SHOWN, *(metric.name for metric in METRICS)}
     custom = [name for name in known if name not in others and not name.startswith(("num_", "documents_"))]

@@ -51,15 +51,11 @@ def install() -> None:
 
 def _not_theirs(self: Any, *given: Any, **named: Any) -> None:
     """The constructor of NeMo-RL's own loss, which its other trainers import themselves."""
-    raise ArgumentError(
-        [
-            (
-                "E70",
-                "this script makes NeMo-RL's own ClippedPGLossFn instead of megatron_pg's loss; run one that calls "
-                "nemo_rl.algorithms.grpo.setup, such as examples/run_grpo.py",
-            )
-        ]
+    message = (
+        "this script makes NeMo-RL's own ClippedPGLossFn instead of megatron_pg's loss; run one that calls "
+        "nemo_rl.algorithms.grpo.setup, such as examples/run_grpo.py"
     )
+    raise ArgumentError([("E70", message)])
 
 
 def _checked_before(setup: Callable) -> Callable:

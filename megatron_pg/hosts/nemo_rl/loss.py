@@ -13,7 +13,7 @@ from megatron_pg.args import ArgumentError
 from megatron_pg.batch import Sequences, TokenFields
 from megatron_pg.batch.zigzag import zigzag_index
 from megatron_pg.hosts.nemo_rl import flags as nemo_flags
-from megatron_pg.hosts.nemo_rl.rows import COLUMN, SUM
+from megatron_pg.hosts.nemo_rl.rows import COLUMN, FIELDS, SUM, fields_of
 from megatron_pg.hosts.startup import CheckedArguments, check, check_signature
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.loss import microbatch_loss
@@ -23,8 +23,6 @@ _SCALING = "takes C·Σwℓ of this rank's tokens, divides by C and sums over mi
 _IN_THE_WORKER = {
     "nemo_rl.models.megatron.train:LossPostProcessor": ("loss_fn", "cfg", "num_microbatches", "cp_normalize")
 }
-# A token's values: their names in NeMo-RL.
-_FIELDS = {"old_logprobs": "prev_logprobs", "advantages": "advantages", "rollout_logprobs": "generation_logprobs"}
 
 
 def checked(cfg: Any, refused: Sequence[str] = ()) -> CheckedArguments:
@@ -40,21 +38,12 @@ def checked(cfg: Any, refused: Sequence[str] = ()) -> CheckedArguments:
             "yours"
         )
         raise ArgumentError([("E70", message)])
-    arguments = check(
-        "NeMo-RL",
-        nemo_flags.given(loss_fn),
-        megatron={},
-        inherited=[*nemo_flags.inherited(loss_fn)],
-        refused=[*nemo_flags.refused(loss_fn, _defaults(cfg)), *refused],
-    )
+    usual = {name: field.get_default(call_default_factory=True) for name, field in type(cfg).model_fields.items()}
+    inherited, all_refused = [*nemo_flags.inherited(loss_fn)], [*nemo_flags.refused(loss_fn, usual), *refused]
+    arguments = check("NeMo-RL", nemo_flags.given(loss_fn), megatron={}, inherited=inherited, refused=all_refused)
     return CheckedArguments(
         arguments.args, [("NeMo-RL", _SCALING), *arguments.rows, ("without effect", nemo_flags.not_read(loss_fn))]
     )
-
-
-def _defaults(cfg: Any) -> dict[str, Any]:
-    """The defaults of NeMo-RL's release, by option."""
-    return {name: field.get_default(call_default_factory=True) for name, field in type(cfg).model_fields.items()}
 
 
 class PolicyGradientLossFn:
@@ -119,7 +108,7 @@ class PolicyGradientLossFn:
     def _fields(self, logits: Tensor, data: Mapping[str, Any], context: ProcessGroup) -> TokenFields:
         """[b · s / C] each, in the order of the logits: a token's values are at the position before its own."""
         if missing := [
-            name for name in ("input_ids", "token_mask", "sample_mask", *_FIELDS.values()) if name not in data
+            name for name in ("input_ids", "token_mask", "sample_mask", *FIELDS.values()) if name not in data
         ]:
             raise ValueError(
                 f"the rows have no {', '.join(missing)}, which the loss reads. Use a release of NeMo-RL that "
@@ -141,10 +130,7 @@ class PolicyGradientLossFn:
 
         mask = rows(data["token_mask"] * data["sample_mask"][:, None]) != 0
         counts = mask.sum(dim=1).clamp(min=1)
-        names = _FIELDS | (
-            {"ref_logprobs": "reference_policy_logprobs"} if "ref_logprobs" in self.settings.terms.reads else {}
-        )
-        known = {name: data[loss_fn] for name, loss_fn in names.items()}
+        known = {name: data[theirs] for name, theirs in fields_of(self.settings).items()}
         known |= {name.removeprefix(COLUMN): data[name] for name in data if name.startswith(COLUMN)}
         fields = {name: rows(values) for name, values in known.items()}
         fields |= {"targets": rows(data["input_ids"]), "mask": mask, "sample_weights": mask / counts[:, None].double()}

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from megatron_pg.batch import pack
 from megatron_pg.plan.errors import NonFiniteLossError
@@ -20,6 +19,13 @@ from megatron_pg.plan.table import needs_prompt_ids
 from megatron_pg.rollouts.sample import Sample
 
 COLUMN, SUM = "megatron_pg_", "megatron_pg_sum/"  # prefixes of our columns and sums
+# A token's values: their names in NeMo-RL.
+FIELDS = {"old_logprobs": "prev_logprobs", "advantages": "advantages", "rollout_logprobs": "generation_logprobs"}
+
+
+def fields_of(settings: LossSettings) -> dict[str, str]:
+    """`FIELDS`, and those that a loss term needs in addition."""
+    return FIELDS | ({"ref_logprobs": "reference_policy_logprobs"} if "ref_logprobs" in settings.terms.reads else {})
 
 
 class _Place(NamedTuple):
@@ -68,12 +74,9 @@ def _places(data: Mapping[str, Any], settings: LossSettings, rows: range) -> Ite
         start = int(mask.int().argmax()) if mask.any() else length - 1
         if scale == 0.0 or (with_prompts and not mask.any()):  # without a trained token its prompt is not known
             continue
-        names = {"old_logprobs": "prev_logprobs", "advantages": "advantages", "rollout_logprobs": "generation_logprobs"}
-        if "ref_logprobs" in settings.terms.reads:
-            names["ref_logprobs"] = "reference_policy_logprobs"
         tokens = data["input_ids"][row, :length].long()
         prompt = hashlib.blake2b(tokens[:start].numpy().tobytes()).hexdigest() if with_prompts else None
-        values = {field: data[name][row, start:length].double() for field, name in names.items()}
+        values = {field: data[name][row, start:length].double() for field, name in fields_of(settings).items()}
         sample = Sample(
             tokens=tokens, loss_mask=mask[start:], sample_id=str(row), rollout_id=row, prompt_id=prompt, **values
         )
@@ -94,21 +97,17 @@ def mismatch(data: Mapping[str, Any], rows_per_step: int, estimator: str) -> dic
         "js_divergence_error": 0.5 * sum((x - mixture).exp() - (x - mixture) - 1 for x in (old, rollout)),
         "sampling_importance_ratio": (old - rollout).exp(),
     }
-    return {
-        name: [_mean_of_means(values.split(rows_per_step), mask.split(rows_per_step))]
-        for name, values in of_tokens.items()
-    }
-
-
-def _mean_of_means(values: Sequence[Tensor], masks: Sequence[Tensor]) -> float:
-    return sum(float(v[m].mean()) for v, m in zip(values, masks, strict=True)) / len(values)
+    masks, means = mask.split(rows_per_step), {}
+    for name, values in of_tokens.items():
+        steps = zip(values.split(rows_per_step), masks, strict=True)
+        means[name] = [sum(float(v[m].mean()) for v, m in steps) / len(masks)]
+    return means
 
 
 def exact(metrics: MutableMapping[str, list[float]], settings: LossSettings, plans: Sequence[StepPlan]) -> None:
     """Replace the sums of all micro-batches by metrics `pg/…`, each the mean over the call's steps.
 
-    A mean over samples is over all steps. Extrema are left out, and ratios of sums where there are several
-    steps.
+    A mean over samples is over all steps. Extrema are left out, and ratios of sums where there are several steps.
 
     Raises:
         NonFiniteLossError: a trained token's loss was not finite; the optimizer has moved.

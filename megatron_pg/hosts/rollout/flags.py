@@ -77,7 +77,8 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
             f"--pg-kl-coef {ours['pg_kl_coef']:g} needs the reference's log-probabilities, which the host computes "
             "under --use-kl-loss only; add that flag"
         )
-    if options.get("use_opd") and args.opd_kl_coef and _distills(ours):
+    kinds = {str(text).partition(":")[2].partition(",")[0] for text in ours.get("pg_term") or ()}
+    if options.get("use_opd") and args.opd_kl_coef and "opd" in kinds:
         yield (
             f"--opd-kl-coef {args.opd_kl_coef:g} puts the teacher into the advantages, and --pg-term …:opd into the "
             "loss; give --opd-kl-coef 0, or it counts twice"
@@ -97,8 +98,3 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
 
 def _objective(args: argparse.Namespace) -> str:
     return vars(args).get("pg_objective", DEFAULT)
-
-
-def _distills(ours: dict[str, Any]) -> bool:
-    """Whether a loss term is of the kind `opd`."""
-    return any(str(text).partition(":")[2].partition(",")[0] == "opd" for text in ours.get("pg_term") or ())

@@ -45,16 +45,10 @@ class Declaration:
     version: str  # that the adapter was run with
     signatures: Mapping[str, Sequence[str]]  # parameters of the functions that the adapter uses, by `module:name`
     logs: Sequence[str]  # `module:function` of the logger (args, metrics, step_key), in one release or another
-    carried: Collection[str] = (
-        "old_logprobs",
-        "ref_logprobs",
-        "teacher_logprobs",
-    )  # fields that its batches can contain
+    carried: Collection[str] = ("old_logprobs", "ref_logprobs", "teacher_logprobs")  # fields its batches can contain
     names_terms: bool = False  # whether samples name their loss term
     hooks: Mapping[str, str] = field(default_factory=dict)  # further hooks: functions of our module
-    refused: Callable[[argparse.Namespace], Iterable[str]] = (
-        lambda args: ()
-    )  # messages about flags that only this host has
+    refused: Callable[[argparse.Namespace], Iterable[str]] = lambda args: ()  # messages about flags of this host alone
 
 
 class RolloutHost:

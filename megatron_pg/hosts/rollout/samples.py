@@ -14,11 +14,8 @@ from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.sample import Sample
 
 # Fields of a sample: their names in the rollout data, which hold this context-parallel rank's parts of the responses.
-_PARTS = {
-    "advantages": "advantages",
-    "ref_logprobs": "ref_log_probs",
-    "rollout_logprobs": "rollout_log_probs",
-    "teacher_logprobs": "teacher_log_probs",
+_PARTS = {"advantages": "advantages"} | {
+    f"{kind}_logprobs": f"{kind}_log_probs" for kind in ("ref", "rollout", "teacher")
 }
 _READ = ("tokens", "response_lengths", "total_lengths", "loss_masks", "rollout_ids", "sample_indices")
 _SCHEDULE = ("micro_batch_indices", "num_microbatches")

@@ -10,13 +10,13 @@ for K micro-batches, N rollouts and D·C ranks. So the loss function returns N·
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_pg.cp_utils import padded_length
 from megatron_pg.hosts.head import HostHead
@@ -84,11 +84,14 @@ class RolloutTrainer:
         except Exception as failure:  # raised on every rank by the first step's plan
             error = failure
         for microbatches, count in zip(rollout.steps(), rollout.counts, strict=True):
-            of_step = _samples_or_error(samples, [i for members in microbatches for i in members], error)
+            of_step = partial(_samples_or_error, samples, [i for members in microbatches for i in members], error)
             groups = {"data": data, "context": context}
             step = HostStep.planned(self._settings, of_step, **groups, on_policy=rollout.is_on_policy)
             self._steps.append(step)
-            scale, first = float(count) if not self._per_token else _counted_tokens(of_step(), data), 0
+            scale, first = float(count), 0
+            if self._per_token:  # T̃: trained tokens of the step, at least one of each sample
+                mine = torch.tensor([sum(max(sample.num_trained, 1) for sample in of_step())])
+                scale = float(all_gather_rows(mine, data).sum())
             for members in microbatches:
                 places = list(range(first, first := first + len(members)))
                 self._work[id(rollout.data["tokens"][members[0]])] = _Work(step, places, scale, rollout.row_width)
@@ -204,18 +207,7 @@ def _check_numbers(samples: Sequence[Sample]) -> None:
             )
 
 
-def _samples_or_error(
-    samples: Sequence[Sample], mine: Sequence[int], error: Exception | None
-) -> Callable[[], list[Sample]]:
-    def of_step() -> list[Sample]:
-        if error is not None:
-            raise error
-        return [samples[i] for i in mine]
-
-    return of_step
-
-
-def _counted_tokens(samples: Sequence[Sample], group: ProcessGroup) -> float:
-    """T̃: trained tokens of the step, at least one of each sample."""
-    mine = torch.tensor([sum(max(sample.num_trained, 1) for sample in samples)])
-    return float(all_gather_rows(mine, group).sum())
+def _samples_or_error(samples: Sequence[Sample], mine: Sequence[int], error: Exception | None) -> list[Sample]:
+    if error is not None:
+        raise error
+    return [samples[i] for i in mine]

@@ -12,11 +12,7 @@ from megatron_pg.plan.settings import LossSettings
 
 
 class Logprobs:
-    """Log-probabilities of labels at one temperature.
-
-    Args:
-        settings: the loss settings, which give kernel, head and padded columns.
-    """
+    """Log-probabilities of labels at one temperature; the settings give kernel, head and padded columns."""
 
     def __init__(self, settings: LossSettings):
         self._settings = settings

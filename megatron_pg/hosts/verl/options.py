@@ -113,7 +113,6 @@ class _Loss:
             yield Inherited("actor.loss_agg_mode, for KL and entropy,", "pg_aux_aggregation", "policy")
 
     def _mean(self) -> Iterator[Inherited]:
-        """How the policy loss is averaged."""
         source, scale = f"actor.loss_agg_mode {self.mean}", self.actor.loss_scale_factor
         is_ours = {"loss_aggregation", "custom_pg_loss_reducer_function_path"} & self.given.keys()
         if self.mean not in _AGGREGATIONS or (is_ours and self.mean == "token-mean") or self.lacks_divisor:
@@ -185,7 +184,6 @@ class _Loss:
 
 
 def _refused(engine: Any, model: Any, given: Mapping[str, Any]) -> Iterator[str]:
-    """Messages about the engine and the model."""
     for name in _REFUSED:
         if getattr(engine, name, False):
             yield f"megatron.{name} {_NOT_RUN}"

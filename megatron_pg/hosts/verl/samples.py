@@ -30,14 +30,10 @@ def samples_of(data: Any) -> list[Sample | None]:
             "response_mask is padded, as in verl's trainers before V1, so the lengths of responses are not known; use "
             "trainer.use_v1=True"
         )
-    rows = {name: _rows(data[name]) for name in ("input_ids", *_RESPONSES) if name in data}
+    rows = {name: data[name].cpu().unbind() for name in ("input_ids", *_RESPONSES) if name in data}
     none = [None] * len(data)
     uids, sessions = _column(data, "uid") or none, _column(data, "session_id") or none
     return [_sample(rows, i, uid, session) for i, (uid, session) in enumerate(zip(uids, sessions, strict=True))]
-
-
-def _rows(nested: Tensor) -> Sequence[Tensor]:
-    return nested.cpu().unbind()
 
 
 def _column(data: Any, name: str) -> list | None:

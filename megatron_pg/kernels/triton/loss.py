@@ -88,15 +88,9 @@ class _SinglePass(torch.autograd.Function):
         from megatron_pg.kernels.triton import single_pass
 
         gradient, ctx.gradient = ctx.gradient, None
+        sizes = *gradient.shape, gradient.stride(0)
         rescale_kernel[(4 * single_pass.multiprocessors(gradient.device),)](
-            gradient,
-            grad_loss,
-            ctx.grad_scale,
-            *gradient.shape,
-            gradient.stride(0),
-            BLOCK=RESCALE_BLOCK,
-            num_warps=8,
-            **FUSED,
+            gradient, grad_loss, ctx.grad_scale, *sizes, BLOCK=RESCALE_BLOCK, num_warps=8, **FUSED
         )
         return gradient, None, None, None, None
 
@@ -119,10 +113,8 @@ class _TwoPasses(torch.autograd.Function):
     def backward(ctx, grad_loss, *_):
         logits, targets, mask, *rows, slope, bend = ctx.saved_tensors
         gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
-        slopes = slope, bend
-        write_gradient(
-            logits, gradient, targets, mask, RowStatistics(*rows), slopes, ctx.vocabulary, grad_loss=grad_loss
-        )
+        of_rows = RowStatistics(*rows), (slope, bend)
+        write_gradient(logits, gradient, targets, mask, *of_rows, ctx.vocabulary, grad_loss=grad_loss)
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)
         return gradient, None, None, None, None, None

@@ -36,19 +36,9 @@ class TritonSamplingMaskReader(TritonReader[SamplingMaskRowStatistics]):
         is_read = mask if restriction.whole_entropy else mask & (restriction.sampling_mask.counts == 0)
         whole = vocab_parallel.statistics(z, targets, is_read, self._vocabulary)
         shares = whole.clone() if restriction.whole_entropy else whole
+        sizes = self._vocabulary.valid, self._vocabulary.first, z.stride(0), log2_scale(self._vocabulary)
         sampling_mask_statistics_kernel[(len(z),)](
-            z,
-            targets,
-            mask,
-            *_sets(restriction),
-            shares,
-            self._vocabulary.valid,
-            self._vocabulary.first,
-            z.stride(0),
-            log2_scale(self._vocabulary),
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-            **FUSED,
+            z, targets, mask, *_sets(restriction), shares, *sizes, BLOCK=BLOCK, num_warps=WARPS, **FUSED
         )
         return torch.cat([shares, whole]) if restriction.whole_entropy else shares
 
@@ -67,29 +57,15 @@ class TritonSamplingMaskReader(TritonReader[SamplingMaskRowStatistics]):
         by_logprob, by_entropy = filled(slopes, rows)
         is_whole, ids = restriction.sampling_mask.counts == 0, restriction.sampling_mask.ids
         values = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
-        columns = vocabulary.valid, vocabulary.first
-        sampling_mask_gradient_kernel[(len(z),)](  # before the logits are overwritten
-            z,
-            targets,
-            mask,
-            *_sets(restriction),
-            values,
-            rows.peaks,
-            rows.totals,
-            rows.sampling_mask_entropy,
-            rows.whole_peaks,
-            rows.whole_totals,
-            rows.entropy,
-            by_logprob.contiguous(),
-            by_entropy.contiguous(),
-            *columns,
-            vocabulary.size,
-            z.stride(0),
-            log2_scale(vocabulary),
-            WHOLE_ENTROPY=restriction.whole_entropy,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-            **FUSED,
+        columns, options = (vocabulary.valid, vocabulary.first), {"BLOCK": BLOCK, "num_warps": WARPS} | FUSED
+        of_mask = rows.peaks, rows.totals, rows.sampling_mask_entropy
+        of_whole = rows.whole_peaks, rows.whole_totals, rows.entropy
+        by_outputs = by_logprob.contiguous(), by_entropy.contiguous()
+        sizes = *columns, vocabulary.size, z.stride(0), log2_scale(vocabulary)
+        launch, read = sampling_mask_gradient_kernel[(len(z),)], (z, targets, mask, *_sets(restriction))
+        # before the logits are overwritten
+        launch(
+            *read, values, *of_mask, *of_whole, *by_outputs, *sizes, WHOLE_ENTROPY=restriction.whole_entropy, **options
         )
         if restriction.whole_entropy:
             is_read, of_rows, by_logprob = mask, rows.of_all, torch.where(is_whole, by_logprob, 0)
@@ -97,7 +73,7 @@ class TritonSamplingMaskReader(TritonReader[SamplingMaskRowStatistics]):
             is_read, of_rows = mask & is_whole, rows.of_sampling_mask
         vocab_parallel.write_gradient(z, out, targets, is_read, of_rows, (by_logprob, by_entropy), vocabulary)
         where = *columns, out.stride(0), 0, 1
-        put_kernel[(len(z),)](out, mask, *_sets(restriction), values, 0, *where, BLOCK=BLOCK, num_warps=WARPS, **FUSED)
+        put_kernel[(len(z),)](out, mask, *_sets(restriction), values, 0, *where, **options)
 
 
 def _sets(restriction: Restriction) -> tuple[Tensor, ...]:

@@ -24,9 +24,7 @@ class SequencePointers(NamedTuple):
 
     slots: Any  # [T] int64, S where there is no sequence
     counts: Any  # [S] float64, trained tokens of the whole sequence, at least 1
-    sums: (
-        Any  # [5, S] float64 over the sequence: log-ratio, A, anchor minus log π, the objective's own average, weights
-    )
+    sums: Any  # [5, S] float64 over the sequence: log-ratio, A, anchor - log π, the objective's own average, weights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,24 +55,14 @@ def sequence_fields(policy_loss: PolicyLoss, logprobs: Tensor) -> SequenceFields
 
 
 def _sum(policy_loss: PolicyLoss, logprobs: Tensor, sums: Tensor, constants: dict[str, Any]) -> None:
-    """Fills the sums of this rank's tokens."""
     fields, kernel, anchor = policy_loss.fields, policy_loss.token_kernel, policy_loss.terms.opsm_anchor
     averaged = kernel.load_averaged() if kernel is not None and kernel.load_averaged is not None else None
     anchors = fields.mask if anchor is None else getattr(fields, anchor)
     read = [fields.old_logprobs, anchors, fields.advantages, fields.corrected_weights, fields.mask]
     read += [fields.sequences.order, fields.sequences.lengths]
-    segment_kernel[(sums.shape[1],)](
-        logprobs,
-        *(values.contiguous() for values in read),
-        sums,
-        sums.shape[1],
-        numbers_of(policy_loss),
-        AVERAGED=averaged,
-        **constants,
-        BLOCK=BLOCK,
-        num_warps=8,
-        **FUSED,
-    )
+    tensors = logprobs, *(values.contiguous() for values in read), sums
+    options = {"AVERAGED": averaged, "BLOCK": BLOCK, "num_warps": 8} | constants | FUSED
+    segment_kernel[(sums.shape[1],)](*tensors, sums.shape[1], numbers_of(policy_loss), **options)
 
 
 @triton.jit(do_not_specialize=["sequences"])

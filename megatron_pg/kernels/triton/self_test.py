@@ -32,9 +32,9 @@ def agrees(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, e
     built_for = term_constants(policy_loss).values()
     key = (logits.device, logits.dtype, logits.shape[1], vocabulary.valid, entropy, *built_for)
     if key not in _found:
-        why = next(
-            filter(None, (_flaw(logits, each, policy_loss, vocabulary, entropy) for each in _dtypes(logits))), None
-        )
+        dtypes = dict.fromkeys((logits.dtype, torch.bfloat16))  # that its gradient may have
+        flaws = (_flaw(logits, each, policy_loss, vocabulary, entropy) for each in dtypes)
+        why = next(filter(None, flaws), None)
         _found[key] = why is None
         if why is None:
             logging.getLogger(__name__).info("the single-pass kernel agrees with the reference on %s", logits.device)
@@ -45,11 +45,6 @@ def agrees(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, e
                 stacklevel=2,
             )
     return _found[key]
-
-
-def _dtypes(logits: Tensor) -> list[torch.dtype]:
-    """The dtypes that its gradient may have."""
-    return list(dict.fromkeys((logits.dtype, torch.bfloat16)))
 
 
 def _flaw(
@@ -67,20 +62,14 @@ def _flaw(
         leaf = table.float().requires_grad_()
         wanted = reference_loss(leaf, loss, vocabulary)
         (wanted_gradient,) = torch.autograd.grad(3.0 * wanted.loss, leaf)
-    pairs: dict[str, tuple[Any, Any]] = {
-        name: (getattr(found, name), getattr(wanted, name)) for name in _names(entropy)
-    }
+    names = "token_losses", "logprobs", "log_ratios", "term_losses", *(["entropy"] if entropy else [])
+    pairs: dict[str, tuple[Any, Any]] = {name: (getattr(found, name), getattr(wanted, name)) for name in names}
     different = [name for name, (ours, theirs) in pairs.items() if not _are_close(ours, theirs, _TOLERANCE)]
     if not (found.loss - wanted.loss).abs() <= _TOLERANCE * _size(loss, wanted):  # NaN, too
         different.append("loss")
     if not _are_close(gradient.float(), wanted_gradient, _ROUNDING[dtype]):
         different.append("gradient")
     return f"gives another {' and '.join(different)} than the reference" if different else None
-
-
-def _names(entropy: bool) -> tuple[str, ...]:
-    names = "token_losses", "logprobs", "log_ratios", "term_losses"
-    return (*names, "entropy") if entropy else names
 
 
 def _size(loss: PolicyLoss, found: PolicyGradientLoss) -> Tensor:

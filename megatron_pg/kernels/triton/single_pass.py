@@ -130,27 +130,13 @@ def launch(
     shape = Shape.of_row(valid, logits.element_size())
     if most_programs is None:
         most_programs = shape.programs * multiprocessors(logits.device)
-    compiled = single_pass_kernel[(min(len(logits), most_programs),)](
-        logits,
-        gradient,
-        policy_loss.fields.targets.contiguous(),
-        field_pointers(policy_loss),
-        out,
-        len(logits),
-        valid,
-        logits.stride(0),
-        gradient.stride(0),
-        math.log2(math.e) / temperature,
-        numbers_of(policy_loss),
-        coefficients_of(policy_loss),
-        grad_scale / policy_loss.terms.grad_divisor / temperature,
-        0,
-        **constants,
-        ENTROPY=entropy or constants["BONUS"],
-        ROW=shape.tiling,
-        **shape.options,
-        **FUSED,
-    )
+    tensors = logits, gradient, policy_loss.fields.targets.contiguous(), field_pointers(policy_loss), out
+    sizes = len(logits), valid, logits.stride(0), gradient.stride(0), math.log2(math.e) / temperature
+    numbers = numbers_of(policy_loss), coefficients_of(policy_loss)
+    scale = grad_scale / policy_loss.terms.grad_divisor / temperature
+    options = constants | {"ENTROPY": entropy or constants["BONUS"], "ROW": shape.tiling} | shape.options | FUSED
+    launched = single_pass_kernel[(min(len(logits), most_programs),)]
+    compiled = launched(*tensors, *sizes, *numbers, scale, 0, **options)
     if valid < gradient.shape[1]:
         gradient[:, valid:] = 0
     token_losses, weighted, logprobs, log_ratios, entropies, *kl = out.unbind()

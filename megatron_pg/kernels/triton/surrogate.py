@@ -106,24 +106,13 @@ def _evaluate(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> _Pe
     is_found += [of_objective, of_objective, terms.opsm_anchor is not None]
     out = torch.empty(len(is_found), len(logprobs), dtype=torch.float32, device=logprobs.device)
     if len(logprobs):
-        surrogate_kernel[(triton.cdiv(len(logprobs), BLOCK),)](
-            logprobs,
-            entropy,
-            field_pointers(policy_loss),
-            sequences.pointers,
-            out,
-            len(logprobs),
-            sequences.pointers.sums.shape[-1],
-            numbers_of(policy_loss),
-            coefficients_of(policy_loss),
-            1.0 / terms.grad_divisor,
-            terms.opsm_threshold or 0.0,
-            **constants,
-            SEQUENCES=terms.reads_sequences,
-            **sequences.constants,
-            BLOCK=BLOCK,
-            **FUSED,
-        )
+        read = logprobs, entropy, field_pointers(policy_loss), sequences.pointers
+        numbers = numbers_of(policy_loss), coefficients_of(policy_loss)
+        scalars = 1.0 / terms.grad_divisor, terms.opsm_threshold or 0.0
+        options = constants | {"SEQUENCES": terms.reads_sequences} | sequences.constants | FUSED
+        sizes = len(logprobs), sequences.pointers.sums.shape[-1]
+        launch = surrogate_kernel[(triton.cdiv(len(logprobs), BLOCK),)]
+        launch(*read, out, *sizes, *numbers, *scalars, **options, BLOCK=BLOCK)
     return _PerToken(*(values if known else None for values, known in zip(out.unbind(), is_found, strict=True)))
 
 

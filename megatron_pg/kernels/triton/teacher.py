@@ -32,84 +32,42 @@ class TritonTeacherReader(TeacherReader):
     @override
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
         """[c, 7] float32: m, s, t, the target's logit, 0 if it is not here, n, w and x."""
-        student, teacher = self._pair(z, chunk)
+        (student, teacher), vocabulary = self._pair(z, chunk), self._vocabulary
         shares = torch.empty(len(z), 7, dtype=torch.float32, device=z.device)
-        statistics_kernel[(len(z),)](
-            student,
-            teacher,
-            self._targets[chunk],
-            shares,
-            self._vocabulary.valid,
-            self._vocabulary.first,
-            student.stride(0),
-            teacher.stride(0),
-            log2_scale(self._vocabulary),
-            **READ.options(student),
-            FORM=self._form.name,
-        )
+        tensors = student, teacher, self._targets[chunk], shares
+        sizes = vocabulary.valid, vocabulary.first, student.stride(0), teacher.stride(0), log2_scale(vocabulary)
+        statistics_kernel[(len(z),)](*tensors, *sizes, **READ.options(student), FORM=self._form.name)
         return shares
 
     @override
     def _combine(self, shares: Tensor, targets: Tensor) -> TeacherRowStatistics:
         ranks, rows, _ = shares.shape
         out = torch.empty(len(TeacherRowStatistics._fields), rows, dtype=torch.float32, device=shares.device)
+        sizes = ranks, rows, self._vocabulary.size, log2_scale(self._vocabulary)
         combine_kernel[(triton.cdiv(rows, COMBINE_ROWS),)](
-            shares,
-            targets,
-            out,
-            ranks,
-            rows,
-            self._vocabulary.size,
-            log2_scale(self._vocabulary),
-            FORM=self._form.name,
-            BLOCK=COMBINE_ROWS,
-            **FUSED,
+            shares, targets, out, *sizes, FORM=self._form.name, BLOCK=COMBINE_ROWS, **FUSED
         )
         return TeacherRowStatistics(*out)
 
     @override
     def _mixture_sums(self, student: Tensor, teacher: Tensor, rows: TeacherRowStatistics) -> Tensor:
         sums = torch.empty(len(student), 2, dtype=torch.float32, device=student.device)
-        mixture_kernel[(len(student),)](
-            student,
-            teacher,
-            *_sums_of(rows),
-            sums,
-            self._vocabulary.valid,
-            student.stride(0),
-            teacher.stride(0),
-            log2_scale(self._vocabulary),
-            **MIX.options(student),
-            NUMBERS=_numbers_of(self._form),
-        )
+        sizes = self._vocabulary.valid, student.stride(0), teacher.stride(0), log2_scale(self._vocabulary)
+        options = MIX.options(student) | {"NUMBERS": _numbers_of(self._form)}
+        mixture_kernel[(len(student),)](student, teacher, *_sums_of(rows), sums, *sizes, **options)
         return sums
 
     @override
     def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: TeacherRowStatistics, slopes: Slopes) -> None:
-        student, teacher = self._pair(z, chunk)
+        (student, teacher), vocabulary = self._pair(z, chunk), self._vocabulary
         blocks = WRITE.blocks(student, student.shape[1])
-        gradient_kernel[(len(student) * blocks,)](
-            student,
-            teacher,
-            out,
-            self._targets[chunk],
-            *_sums_of(rows),
-            rows.entropy,
-            rows.centers,
-            *(slope.contiguous() for slope in filled(slopes, rows)),
-            student.shape[1],
-            self._vocabulary.valid,
-            self._vocabulary.first,
-            self._vocabulary.size,
-            blocks,
-            student.stride(0),
-            teacher.stride(0),
-            out.stride(0),
-            log2_scale(self._vocabulary),
-            **WRITE.options(student),
-            FORM=self._form.name,
-            NUMBERS=_numbers_of(self._form),
-        )
+        tensors = student, teacher, out, self._targets[chunk], *_sums_of(rows), rows.entropy, rows.centers
+        by_outputs = [slope.contiguous() for slope in filled(slopes, rows)]
+        sizes = student.shape[1], vocabulary.valid, vocabulary.first, vocabulary.size, blocks
+        strides = student.stride(0), teacher.stride(0), out.stride(0)
+        options = WRITE.options(student) | {"FORM": self._form.name, "NUMBERS": _numbers_of(self._form)}
+        launch = gradient_kernel[(len(student) * blocks,)]
+        launch(*tensors, *by_outputs, *sizes, *strides, log2_scale(vocabulary), **options)
 
 
 def _sums_of(rows: TeacherRowStatistics) -> tuple[Tensor, ...]:

@@ -67,20 +67,8 @@ def take_and_hide(logits: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vo
     The logits of the ids become -inf.
     """
     taken = torch.empty(len(ids), 4 + ids.shape[1], dtype=torch.float32, device=logits.device)
-    take_and_hide_kernel[(len(ids),)](
-        logits,
-        targets,
-        mask,
-        ids,
-        taken,
-        ids.shape[1],
-        vocabulary.valid,
-        vocabulary.first,
-        logits.stride(0),
-        log2_scale(vocabulary),
-        **block_of(ids),
-        **FUSED,
-    )
+    sizes = ids.shape[1], vocabulary.valid, vocabulary.first, logits.stride(0), log2_scale(vocabulary)
+    take_and_hide_kernel[(len(ids),)](logits, targets, mask, ids, taken, *sizes, **block_of(ids), **FUSED)
     return taken
 
 

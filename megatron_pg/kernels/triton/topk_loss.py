@@ -50,22 +50,10 @@ class _Divergences(torch.autograd.Function):
         for number, term in enumerate(terms):
             own = policy_loss.fields.of_term(term.name)
             read = head, tail, ids, teacher.logprobs, teacher.tails, own.mask, own.weights
-            divergence_kernel[(len(ids),)](
-                *(each.contiguous() for each in read),
-                weighted[number],
-                values[number],
-                mass[0],
-                by_head,
-                by_tail,
-                ids.shape[1],
-                vocabulary.size,
-                term.weight,
-                1.0 / policy_loss.terms.grad_divisor,
-                **constants_of(term),
-                FIRST=number == 0,
-                **block_of(ids),
-                **FUSED,
-            )
+            written = weighted[number], values[number], mass[0], by_head, by_tail
+            sizes, factors = (ids.shape[1], vocabulary.size), (term.weight, 1.0 / policy_loss.terms.grad_divisor)
+            options = constants_of(term) | {"FIRST": number == 0} | block_of(ids) | FUSED
+            divergence_kernel[(len(ids),)](*(each.contiguous() for each in read), *written, *sizes, *factors, **options)
         ctx.save_for_backward(by_head, by_tail)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(values, mass)

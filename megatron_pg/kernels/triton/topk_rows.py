@@ -30,22 +30,8 @@ def combine(shares: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vocabula
     ranks, rows, _ = shares.shape
     single, double = (shares.new_empty(n, rows, dtype=dtype) for n, dtype in ((4, torch.float32), (2, torch.float64)))
     head = torch.empty(ids.shape, dtype=torch.float64, device=shares.device)
-    combine_kernel[(rows,)](
-        shares,
-        targets,
-        mask,
-        ids,
-        single,
-        double,
-        head,
-        ranks,
-        rows,
-        ids.shape[1],
-        vocabulary.size,
-        log2_scale(vocabulary),
-        **block_of(ids),
-        **FUSED,
-    )
+    sizes = ranks, rows, ids.shape[1], vocabulary.size, log2_scale(vocabulary)
+    combine_kernel[(rows,)](shares, targets, mask, ids, single, double, head, *sizes, **block_of(ids), **FUSED)
     logprob, entropy, total, peak = single
     tail, tail_total = double
     return TopKRowStatistics(logprob, entropy, total, head, tail, peak, tail_total)
@@ -65,22 +51,10 @@ def coefficients(
     """
     factors = torch.empty(len(ids), 3, dtype=torch.float32, device=ids.device)
     named = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
+    read = targets, mask, ids, rows.entropy, rows.head, rows.tail, rows.tail_totals
+    by_outputs, sizes = (slope.contiguous() for slope in slopes), (ids.shape[1], vocabulary.size)
     coefficients_kernel[(len(ids),)](
-        targets,
-        mask,
-        ids,
-        rows.entropy,
-        rows.head,
-        rows.tail,
-        rows.tail_totals,
-        *(slope.contiguous() for slope in slopes),
-        factors,
-        named,
-        ids.shape[1],
-        vocabulary.size,
-        log2_scale(vocabulary),
-        **block_of(ids),
-        **FUSED,
+        *read, *by_outputs, factors, named, *sizes, log2_scale(vocabulary), **block_of(ids), **FUSED
     )
     return factors, named
 

@@ -38,18 +38,19 @@ class Walk(NamedTuple):
     warps: int
     unroll: int  # tiles in flight, a vector of each thread in each
 
+    @property
+    def threads(self) -> int:
+        """Of a program."""
+        return 32 * self.warps
+
     def options(self, logits: Tensor) -> dict[str, int]:
         """How a kernel that walks over these logits is launched."""
-        return {
-            "THREADS": 32 * self.warps,
-            "WORDS": words_of(logits),
-            "UNROLL": self.unroll,
-            "num_warps": self.warps,
-        } | FUSED
+        constants = {"THREADS": self.threads, "WORDS": words_of(logits), "UNROLL": self.unroll}
+        return constants | {"num_warps": self.warps} | FUSED
 
     def blocks(self, logits: Tensor, columns: int) -> int:
         """Programs per row of `columns`: each takes the tiles that are in flight at once."""
-        return triton.cdiv(columns, 32 * self.warps * self.unroll * words_of(logits))
+        return triton.cdiv(columns, self.threads * self.unroll * words_of(logits))
 
 
 def words_of(logits: Tensor) -> int:
@@ -136,20 +137,9 @@ def statistics(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabu
 def _read(
     logits: Tensor, targets: Tensor, mask: Tensor, results: Tensor, vocabulary: Vocabulary, *, whole: bool
 ) -> None:
-    statistics_kernel[(len(logits),)](
-        logits,
-        targets,
-        mask,
-        results,
-        len(logits),
-        vocabulary.valid,
-        vocabulary.first,
-        logits.stride(0),
-        log2_scale(vocabulary),
-        **READ.options(logits),
-        SHIFTED=_is_shifted(logits),
-        WHOLE=whole,
-    )
+    sizes = len(logits), vocabulary.valid, vocabulary.first, logits.stride(0), log2_scale(vocabulary)
+    options = READ.options(logits) | {"SHIFTED": _is_shifted(logits), "WHOLE": whole}
+    statistics_kernel[(len(logits),)](logits, targets, mask, results, *sizes, **options)
 
 
 def combine(shares: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> RowStatistics:
@@ -196,25 +186,10 @@ def launch_gradient(
     shifted = _is_shifted(logits, gradient)
     lead = words_of(logits) - 1 if shifted else 0  # before a row, at most
     blocks = WRITE.blocks(logits, lead + logits.shape[1])
-    gradient_kernel[(len(logits) * blocks,)](
-        logits,
-        gradient,
-        targets,
-        mask,
-        peaks,
-        *of_rows,
-        len(logits),
-        logits.shape[1],
-        vocabulary.valid,
-        vocabulary.first,
-        vocabulary.size,
-        blocks,
-        logits.stride(0),
-        gradient.stride(0),
-        log2_scale(vocabulary),
-        **WRITE.options(logits),
-        SHIFTED=shifted,
-    )
+    sizes = *logits.shape, vocabulary.valid, vocabulary.first, vocabulary.size, blocks
+    scalars = *sizes, logits.stride(0), gradient.stride(0), log2_scale(vocabulary)
+    launch = gradient_kernel[(len(logits) * blocks,)]
+    launch(logits, gradient, targets, mask, peaks, *of_rows, *scalars, **WRITE.options(logits), SHIFTED=shifted)
 
 
 @triton.jit

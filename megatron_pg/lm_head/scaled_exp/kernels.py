@@ -70,24 +70,15 @@ class TritonScaledExp(ScaledExp):
         t, (count, columns) = self._tiles, scaled.shape
         tiles = triton.cdiv(count, t.rows), triton.cdiv(columns, t.columns)
         sums = torch.empty(tiles[1], count, dtype=torch.float32, device=states.device)
-        scaled_exp_kernel[(min(tiles[0] * tiles[1], t.programs * _multiprocessors(states.device)),)](
+        described = (
             TensorDescriptor.from_tensor(states, [t.rows, t.depth]),
             TensorDescriptor.from_tensor(self._weight.detach(), [t.columns, t.depth]),
             TensorDescriptor.from_tensor(scaled, [t.rows, t.columns // t.parts]),
-            target_logits,
-            targets,
-            sums,
-            count,
-            columns,
-            self._vocabulary.valid,
-            states.shape[1],
-            self._vocabulary.first,
-            self._scale,
-            **t.constants,
-            num_warps=t.warps,
-            num_stages=t.stages,
-            **FUSED,
         )
+        sizes = count, columns, self._vocabulary.valid, states.shape[1], self._vocabulary.first, self._scale
+        options = t.constants | {"num_warps": t.warps, "num_stages": t.stages} | FUSED
+        launch = scaled_exp_kernel[(min(tiles[0] * tiles[1], t.programs * _multiprocessors(states.device)),)]
+        launch(*described, target_logits, targets, sums, *sizes, **options)
         return sums.sum(dim=0)
 
     def logprobs(self, shares: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_pg.declarations.choices import AT_ONCE, OBJECTIVE_PARAMETERS
 from megatron_pg.declarations.objectives import numbers as declared_numbers
-from megatron_pg.flags.errors import ArgumentError
+from megatron_pg.flags.errors import ArgumentError, numbered
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import recompute_violation
 from megatron_pg.flags.import_path import load_function
@@ -53,7 +53,7 @@ def custom_objective_of(args: Namespace) -> Objective:
     objective = load_custom_objective(args.pg_custom_objective_path, **Facts(args).objective_numbers)
     if objective.reads_sequences and args.pg_fused_head in AT_ONCE:
         reader = f"--pg-custom-objective-path {objective.name}"
-        raise ArgumentError(list(recompute_violation(reader, args.pg_fused_head)))
+        raise ArgumentError(numbered(recompute_violation(reader, args.pg_fused_head)))
     return objective
 
 

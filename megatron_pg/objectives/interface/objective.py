@@ -41,9 +41,7 @@ def objective_of(name: str, **numbers: float | None) -> Objective:
     numbers = {number.name: default for number, default in declared.numbers.items() if default is not None} | numbers
     loss, outside, averaged = declared.load(name)
     token_kernel = None
-    has_all_numbers = all(
-        number.name in numbers for number in declared.numbers
-    )  # otherwise the loss names the missing one
+    has_all_numbers = {number.name for number in declared.numbers} <= numbers.keys()  # else the loss names the missing
     if not declared.no_token_kernel and has_all_numbers:
         of_average = None if averaged is None else functools.partial(load, f"{TOKEN_KERNELS}:{name}_averaged")
         load_kernel = functools.partial(load, f"{TOKEN_KERNELS}:{name}")
