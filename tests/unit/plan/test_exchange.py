@@ -23,10 +23,8 @@ HAS_REWARD = 1 << 40
 
 
 def random_rule(rng: random.Random) -> PlanRule:
-    terms = (
-        OBJECTIVE,
-        *(LossTerm(name=name, kind="ce", aggregation="token_mean") for name in rng.sample("abc", rng.randint(0, 3))),
-    )
+    named = [LossTerm(name=name, kind="ce", aggregation="token_mean") for name in rng.sample("abc", rng.randint(0, 3))]
+    terms = (OBJECTIVE, *named)
     undivided = tuple(rng.sample(sorted(KINDS), rng.randint(0, 2)))
     return PlanRule(aggregation="prompt_mean", terms=terms, depths=rng.randint(0, 2), undivided=undivided)
 
@@ -156,10 +154,8 @@ def test_equal_rewards_have_no_spread():
     bits = bits_of(torch.full((3,), 0.1, dtype=torch.float64))
     rows = unit_facts(torch.stack([bits, torch.full_like(bits, HAS_REWARD + 1), torch.zeros_like(bits)], dim=1))
     found = SampleFacts(fact_sums(rows), largest_facts(rows), torch.zeros(2, dtype=torch.int64))
-    assert (found.reward, found.reward_std) == (
-        0.1,
-        0.0,
-    )  # the sum of three, divided by 3, is 0.10000000000000002 / 3 · 3
+    # the sum of three, divided by 3, is 0.10000000000000002 / 3 · 3
+    assert (found.reward, found.reward_std) == (0.1, 0.0)
 
 
 def test_without_prompts_there_are_no_groups_of_rewards():
@@ -221,10 +217,9 @@ def test_every_rank_reaches_the_same_collectives(monkeypatch, aggregation, sizes
 
 def test_every_rank_reaches_those_behind_a_mistake(monkeypatch):
     def work(rank: int, group) -> str:
+        ids = {"rollout_ids": ["r" if rank < 2 else rank], "prompt_ids": [rank]}
         with pytest.raises(StepPlanError) as caught:
-            plan_step(
-                [1], aggregation="sample_mean", rollout_ids=["r" if rank < 2 else rank], prompt_ids=[rank], group=group
-            )
+            plan_step([1], aggregation="sample_mean", group=group, **ids)
         return str(caught.value)
 
     found, calls = calls_of(work, 3, monkeypatch)
