@@ -1,4 +1,4 @@
-"""The Triton kernels against a float64 oracle: through the interpreter on a CPU, and the same cases and more on a GPU.
+"""Triton kernels and torch against a float64 oracle: by the interpreter on a CPU, the same cases and more on a GPU.
 
 `pytest tests/unit/kernels/triton/test_loss.py --tier full` runs the full number of cases; on a GPU that is 5,000 and
 large vocabularies.
@@ -288,6 +288,7 @@ def test_random_cases_equal_the_oracle(block, full, evidence, poisoned_memory, f
         vocabularies = SMALL + LARGE * 2 if CUDA else SMALL
         case = random_case(rng, vocabularies, [1, 3, 17, 150] if CUDA else [1, 2, 3, 5])
         found.append(check(case))
+        check(replace(case, inplace=False), impl="torch")
     evidence(cases=cases, worst=max(found), tolerance=2.0 if CUDA else 1.0)
 
 
@@ -474,15 +475,19 @@ def test_every_token_loss_with_a_row_goes_through_the_single_pass_kernel(name, m
 
 
 @pytest.mark.parametrize("columns", [1000, 1024])
-def test_fields_may_have_any_strides(columns):
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_fields_may_have_any_strides_and_are_left_as_they_are(impl, columns):
     case = Case(columns=columns, rows=5)
     fields = make(case)
-    straight, gradient, _ = run(case, fields)
-    strided = fields | {n: torch.stack([v, v], 1)[:, 0] for n, v in fields.items() if n != "logits"}
+    straight, gradient, _ = run(case, fields, impl=impl)
+    pairs = {name: torch.stack([values, values], 1) for name, values in fields.items() if name != "logits"}
+    strided = fields | {name: values[:, 0] for name, values in pairs.items()}
     assert not strided["targets"].is_contiguous()
-    again, other, _ = run(case, strided)
+    again, other, _ = run(case, strided, impl=impl)
     assert torch.equal(straight.loss, again.loss)
     assert torch.equal(gradient, other)
+    for name, values in pairs.items():
+        assert torch.equal(values.nan_to_num(7.0), torch.stack([fields[name]] * 2, 1).nan_to_num(7.0)), name
 
 
 @pytest.mark.parametrize(("impl", "columns"), [("torch", 40), ("triton", 1000), ("triton", 1024)])
