@@ -52,6 +52,25 @@ def on_the_device():
         yield
 
 
+@pytest.fixture
+def poisoned_memory():
+    """`torch.empty` returns NaN, so that a value that nobody wrote is seen."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(4).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Kernels walk over a row in tiles of 8 threads: the interpreter merges the statistics of threads one by one."""
+    if not torch.cuda.is_available():
+        from megatron_pg.kernels.triton import sampling_masks, vocab_parallel
+
+        monkeypatch.setattr(vocab_parallel.Walk, "threads", 8)
+        monkeypatch.setattr(sampling_masks, "BLOCK", 64)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def background(request, tmp_path_factory, full):
     """Launches of real ranks, begun before the first test that runs."""

@@ -135,10 +135,7 @@ def test_a_slime_dump_without_the_engines_values_needs_what_was_trained(save, re
 BAD_SLIME = {
     "no group": ({"group_index": None}, "sample 0: group_index is not set"),
     "no index": ({"index": None}, "sample 0: rollout_id or index is not set"),
-    "no log-probabilities": (
-        {"rollout_log_probs": None},
-        "missing rollout_logprobs. Give a dump with rollout_logprobs.",
-    ),
+    "no log-probabilities": ({"rollout_log_probs": None}, "missing rollout_logprobs. Give a dump with rollout_logp"),
     "no reward": ({"reward": None}, "its reward is None, not a finite number"),
     "a reward of parts": ({"reward": {"math": 1.0}}, "several parts (math). Choose one with --reward-key"),
     "a reward that is not finite": ({"reward": math.nan}, "its reward is nan, not a finite number"),
@@ -171,29 +168,22 @@ def test_a_part_of_the_reward_is_chosen_by_its_key(save, convert):
     assert [s.reward for s in samples][:3] == [1.0, 0.0, 0.5]
 
 
+DUMP = train_dump()
+ROWS, SHARDS = DUMP["samples"], DUMP["dp_shards"]
 BAD_TRAIN_DATA = {
-    "a dump of one rank": (
-        lambda d: {"rollout_id": 12, "rank": 0, "rollout_data": {}},
-        "is not a training dump of slime",
-    ),
-    "too few samples": (lambda d: d | {"samples": d["samples"][:-1]}, "its samples differ from its schedule"),
-    "samples that are none": (lambda d: d | {"samples": None}, "samples is not a list"),
-    "samples of a longer rollout": (
-        lambda d: train_dump([*SLIME, SLIME[0]], (range(7),)),
-        "not in the rollout dump of 6",
-    ),
-    "no schedule": (lambda d: d | {"dp_shards": []}, "its samples differ from its schedule"),
-    "a schedule of another kind": (lambda d: d | {"dp_shards": 3}, "dp_shards does not list the micro-batches"),
+    "a dump of one rank": ({"rollout_id": 12, "rank": 0, "rollout_data": {}}, "is not a training dump of slime"),
+    "too few samples": (DUMP | {"samples": ROWS[:-1]}, "its samples differ from its schedule"),
+    "samples that are none": (DUMP | {"samples": None}, "samples is not a list"),
+    "samples of a longer rollout": (train_dump([*SLIME, SLIME[0]], (range(7),)), "not in the rollout dump of 6"),
+    "no schedule": (DUMP | {"dp_shards": []}, "its samples differ from its schedule"),
+    "a schedule of another kind": (DUMP | {"dp_shards": 3}, "dp_shards does not list the micro-batches"),
     "half a schedule": (
-        lambda d: d | {"dp_shards": [s | {"num_microbatches": [10**30]} for s in d["dp_shards"]]},
+        DUMP | {"dp_shards": [shard | {"num_microbatches": [10**30]} for shard in SHARDS]},
         "dp_shards does not list the micro-batches",
     ),
-    "other tokens": (
-        lambda d: d | {"samples": [s | {"tokens": torch.tensor([1])} for s in d["samples"]]},
-        "its tokens differ",
-    ),
+    "other tokens": (DUMP | {"samples": [row | {"tokens": torch.tensor([1])} for row in ROWS]}, "its tokens differ"),
     "no log_probs": (
-        lambda d: d | {"samples": [{k: v for k, v in s.items() if k != "log_probs"} for s in d["samples"]]},
+        DUMP | {"samples": [{k: v for k, v in row.items() if k != "log_probs"} for row in ROWS]},
         "has no field 'log_probs'",
     ),
 }
@@ -201,8 +191,8 @@ BAD_TRAIN_DATA = {
 
 @pytest.mark.parametrize("name", BAD_TRAIN_DATA)
 def test_a_training_dump_that_does_not_belong_is_refused(name, save, tmp_path, refused):
-    change, message = BAD_TRAIN_DATA[name]
-    torch.save(change(train_dump()), tmp_path / "train.pt")
+    dump, message = BAD_TRAIN_DATA[name]
+    torch.save(dump, tmp_path / "train.pt")
     assert message in refused("--format slime --train-data", tmp_path / "train.pt", save())
 
 
@@ -535,6 +525,9 @@ NO_STEP = "rollouts.jsonl:1: missing step. Give --column step=NAME or --step N."
 NO_TOKENS_AT_ALL = "missing tokens. Unused columns: t. Give --column tokens=NAME or --column prompt_ids=NAME"
 TWO_REWARDS = "missing reward. Unused columns: reward, score. Give --column reward=reward or --column reward=score."
 HALF_A_PAIR = "missing response_ids, step, prompt_id, loss_mask, old_logprobs"
+BY_SCORE, NO_LENGTH = "--column=reward=score", {"response_length": -(10**400)}
+NO_TOKENS_FOR_MANY = renamed(loss_mask="m", tokens="t") | NO_LENGTH
+GROUP_OF_TEXTS = renamed(prompt_id="p") | {"tokens": "abc"}
 BAD_JSONL = {
     "no step": ({k: v for k, v in OURS.items() if k != "step"}, "", NO_STEP),
     "nothing but a pair": (PAIR, "--old-logprobs rollout", NOTHING_BUT_A_PAIR),
@@ -548,25 +541,13 @@ BAD_JSONL = {
     "two rewards": (OURS | {"score": 0.0}, "", TWO_REWARDS),
     "half a pair": (PAIR | {"completion_ids": None}, "", HALF_A_PAIR),
     "a pair of texts": (PAIR | {"completion_ids": "ab"}, "", "prompt_ids and response_ids are not two lists"),
-    "a pair and other tokens": (
-        OURS | PAIR | {"completion_ids": [5, 7]},
-        "--column=reward=score",
-        "field tokens contradicts prompt_ids",
-    ),
+    "a pair and other tokens": (OURS | PAIR | {"completion_ids": [5, 7]}, BY_SCORE, "tokens contradicts prompt_ids"),
     "a mask of the whole sample": (OURS | {"loss_mask": [0, 0, 1, 1]}, "", "has 4 entries for 2 response tokens"),
-    "a group of texts": (renamed(prompt_id="p") | {"tokens": "abc"}, "--group-size 1", "tokens is 'abc', not a list"),
+    "a group of texts": (GROUP_OF_TEXTS, "--group-size 1", "tokens is 'abc', not a list"),
     "a value that JSON has not": (OURS | {"note": math.nan}, "", "has a value that JSON cannot contain"),
     "a number of many digits": (OURS | {"response_length": 10**400}, "", "rollouts.jsonl:1: "),
-    "a length below any": (
-        PAIR | {"response_length": -(10**400)},
-        "--loss-mask ones",
-        "field response_length contradicts",
-    ),
-    "no tokens for so many ones": (
-        renamed(loss_mask="m", tokens="t") | {"response_length": -(10**400)},
-        "--loss-mask ones",
-        "missing tokens. Unused columns: t, m.",
-    ),
+    "a length below any": (PAIR | NO_LENGTH, "--loss-mask ones", "field response_length contradicts"),
+    "no tokens for so many ones": (NO_TOKENS_FOR_MANY, "--loss-mask ones", "missing tokens. Unused columns: t, m."),
     "a reward of many digits": (OURS | {"reward": 10**400}, "", "not a finite number"),
     "a step of many digits": (OURS | {"step": 10**400}, "", "has the wrong type or range"),
 }

@@ -132,7 +132,7 @@ def single_pass() -> Iterator[Build]:
             programs=shape.programs,
             least={"wide_stores": 1, "wide_copies": 1},
             is_gluon=True,
-            is_default=columns == 2048,
+            is_default=columns == 2048 and bool(estimator),
         )
 
 

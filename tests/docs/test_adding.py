@@ -40,10 +40,8 @@ PACKAGE = DOCS.parent / "megatron_pg"
 
 def blocks() -> dict[str, str]:
     """The page's python blocks by the file name in their first line."""
-    found = re.findall(
-        r"```python(?: excerpt)?\n(# (\S+)\n.*?)```", (DOCS / "adding.md").read_text(encoding="utf-8"), re.DOTALL
-    )
-    return {name: source for source, name in found}
+    page = (DOCS / "adding.md").read_text(encoding="utf-8")
+    return {name: source for source, name in re.findall(r"```python(?: excerpt)?\n(# (\S+)\n.*?)```", page, re.DOTALL)}
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -155,18 +153,13 @@ def test_a_declared_objective_is_in_flags_checks_banner_and_help():
     assert "s = √(r·(1 + knee))" in banner(args)
     assert "s = r up to 1 + 0.5  (--pg-knee)" in banner(args)
     refused = {
-        ("--pg-objective", "root_clip", "--pg-knee", "11"): "--pg-knee must be between 0 and 10, got 11.0",
-        ("--pg-knee", "0.5"): "--pg-knee has no effect with --pg-objective grpo; remove it",
-        (
-            "--pg-objective",
-            "root_clip",
-            "--pg-dual-clip",
-            "2",
-        ): "--pg-dual-clip has no effect with --pg-objective root_clip",
+        "--pg-objective root_clip --pg-knee 11": "--pg-knee must be between 0 and 10, got 11.0",
+        "--pg-knee 0.5": "--pg-knee has no effect with --pg-objective grpo; remove it",
+        "--pg-objective root_clip --pg-dual-clip 2": "--pg-dual-clip has no effect with --pg-objective root_clip",
     }
     for words, message in refused.items():
         with pytest.raises(ArgumentError, match=re.escape(message)):
-            validate_args(parse(*words))
+            validate_args(parse(*words.split()))
 
 
 @pytest.mark.usefixtures("declared")
@@ -224,9 +217,8 @@ def test_the_page_of_objectives_names_every_flag_and_correction():
 
 
 def test_a_structural_term_is_at_most_twelve_files_each_of_which_has_its_counterpart():
-    section = (
-        (DOCS / "adding.md").read_text(encoding="utf-8").partition("## A structural loss term")[2].partition("\n## ")[0]
-    )
+    page = (DOCS / "adding.md").read_text(encoding="utf-8")
+    section = page.partition("## A structural loss term")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(.+?)` \| .+ \| `(.+?)` \|$", section, re.MULTILINE)
     assert 6 < len(rows) <= 12
     for path, counterpart in rows:

@@ -1,50 +1,60 @@
 """py.typed means something: a type checker sees what a user's code calls, in the quickstart's blocks and by name."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
-import pytest
-from mypy import api
+import launches
 
 import megatron_pg
 
 ROOT = Path(__file__).parents[2]
 
 
-def checked(tmp_path: Path, source: str) -> list[str]:
+def checked(folder: Path, source: str) -> list[str]:
     """What mypy says of a user's file, line by line."""
-    file = tmp_path / "users.py"
+    file = folder / "users.py"
     file.write_text(source, encoding="utf-8")
     cache = ["--cache-dir", str(ROOT / ".mypy_cache"), "--config-file", str(ROOT / "pyproject.toml")]
-    said, errors, _ = api.run([*cache, "--check-untyped-defs", "--no-implicit-reexport", str(file)])
-    assert not errors, errors
-    return [line.partition("users.py:")[2] for line in said.splitlines() if "users.py:" in line]
+    command = [sys.executable, "-m", "mypy", *cache, "--check-untyped-defs", "--no-implicit-reexport", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not done.stderr, done.stderr
+    return [line.partition("users.py:")[2] for line in done.stdout.splitlines() if "users.py:" in line]
 
 
-@pytest.fixture(scope="module")
-def quickstart() -> str:
+NAMES = [name for name in megatron_pg.__all__ if name != "__version__"]
+
+
+@launches.launch
+def said(folder, full):
+    """What mypy says of the quickstart's code, of every public name, and of wrong calls."""
     page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
-    return "\n".join(re.findall(r"```python(?: excerpt)?\n(.*?)```", page, re.DOTALL))
-
-
-def test_the_quickstarts_code_has_no_type_error(tmp_path, quickstart):
+    quickstart = "\n".join(re.findall(r"```python(?: excerpt)?\n(.*?)```", page, re.DOTALL))
     assert "Sample.build(" in quickstart
     names = "def my_rollouts(*a: Any, **k: Any) -> Any: ...\n"
-    said = checked(tmp_path, f"from typing import Any\n{names}{quickstart}")
-    assert [line for line in said if "name-defined" not in line] == []  # what the reader's own script defines
-
-
-def test_every_public_name_has_its_own_type(tmp_path):
-    names = [name for name in megatron_pg.__all__ if name != "__version__"]
-    said = checked(tmp_path, "import megatron_pg\n" + "".join(f"reveal_type(megatron_pg.{name})\n" for name in names))
-    assert len(said) == len(names)
-    assert [
-        line for line in said if 'Revealed type is "object"' in line or line[-4:-1] == "Any" or ": error:" in line
-    ] == []
-
-
-def test_a_wrong_call_is_a_type_error(tmp_path):
-    said = checked(
-        tmp_path, "from megatron_pg import pack, plan_step\npack('text', rows=1.5)\nplan_step([1], aggregation=3)\n"
+    revealed = "".join(f"reveal_type(megatron_pg.{name})\n" for name in NAMES)
+    wrong = "from megatron_pg import pack, plan_step\npack('text', rows=1.5)\nplan_step([1], aggregation=3)\n"
+    return SimpleNamespace(
+        of_quickstart=checked(folder, f"from typing import Any\n{names}{quickstart}"),
+        of_names=checked(folder, f"import megatron_pg\n{revealed}"),
+        of_wrong_calls=checked(folder, wrong),
     )
-    assert [line.partition(":")[0] for line in said if "error:" in line] == ["2", "2", "2", "3"]
+
+
+def test_the_quickstarts_code_has_no_type_error(said):
+    # a name that is not defined is the reader's own
+    assert [line for line in said.of_quickstart if "name-defined" not in line] == []
+
+
+def test_every_public_name_has_its_own_type(said):
+    lines = said.of_names
+    assert len(lines) == len(NAMES)
+    without = 'Revealed type is "object"'
+    assert [line for line in lines if without in line or line[-4:-1] == "Any" or ": error:" in line] == []
+
+
+def test_a_wrong_call_is_a_type_error(said):
+    errors = [line.partition(":")[0] for line in said.of_wrong_calls if "error:" in line]
+    assert errors == ["2", "2", "2", "3"]

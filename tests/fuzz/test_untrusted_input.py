@@ -211,9 +211,3 @@ def test_a_file_of_something_else_is_no_metrics_file_and_stays(tmp_path, name, e
 def test_the_console_line_shows_numbers_and_nothing_else():
     values = {"pg_loss": "\x1b[31m", "entropy": float("nan"), "ess": None, "\x1b[2J": 1.0, "grad_norm": float("-inf")}
     assert console_line(3, values) == "pg      3 | entropy +nan | grad_norm -inf"
-
-
-def test_printable_escapes_and_cuts():
-    assert printable("é a\n\x1b") == "é a\\n\\x1b"
-    assert printable("a" * 200) == "a" * 117 + "..."
-    assert printable("a" * 200, limit=None) == "a" * 200

@@ -32,21 +32,11 @@ import processes
 import simulation
 import step_cases
 import torch
-from simulation import Layout
+from simulation import LAYOUTS, Layout
 
 from megatron_pg.kernels import grpo_loss
 from megatron_pg.lm_head import fp32_logits, grpo_head_loss, logprobs_and_entropy
 
-LAYOUTS = [
-    Layout(),
-    Layout(microbatches=3, qkv_format="bshd"),
-    Layout(data=2, microbatches=2),
-    Layout(context=2, microbatches=2),
-    Layout(context=4, padding=1),
-    Layout(context=2, microbatches=2, qkv_format="bshd"),
-    Layout(tensor=2, microbatches=2),
-    Layout(data=2, context=2, tensor=2, microbatches=2),
-]
 OBJECTIVES = [
     "grpo",
     "dual_clip",

@@ -133,39 +133,30 @@ def policy_loss(loss_mode: str, **changes) -> SimpleNamespace:
 
 def actor(**changes) -> SimpleNamespace:
     """What the adapter reads of verl's McoreActorConfig, with verl's defaults."""
-    known = {
-        "policy_loss": policy_loss("vanilla"),
-        "clip_ratio": 0.2,
-        "tau_pos": 1.0,
-        "tau_neg": 1.05,
-        "clip_ratio_low": 0.2,
-        "clip_ratio_high": 0.2,
-        "clip_ratio_c": 3.0,
-        "loss_agg_mode": "token-mean",
-        "loss_scale_factor": None,
-        "entropy_coeff": 0,
-        "calculate_entropy": False,
-        "use_kl_loss": False,
-        "kl_loss_coef": 0.001,
-        "kl_loss_type": "low_var_kl",
-        "calculate_sum_pi_squared": False,
-        "use_prefix_grouper": False,
-        "ppo_epochs": 1,
-    }
+    off = ("calculate_entropy", "use_kl_loss", "calculate_sum_pi_squared", "use_prefix_grouper")
+    clip = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
+    known = (
+        dict.fromkeys(off, False)
+        | clip
+        | {
+            "policy_loss": policy_loss("vanilla"),
+            "tau_pos": 1.0,
+            "tau_neg": 1.05,
+            "loss_agg_mode": "token-mean",
+            "loss_scale_factor": None,
+            "entropy_coeff": 0,
+            "kl_loss_coef": 0.001,
+            "kl_loss_type": "low_var_kl",
+            "ppo_epochs": 1,
+        }
+    )
     return SimpleNamespace(**known | changes)
 
 
 def engine_config(options=None, **changes) -> SimpleNamespace:
-    known = {
-        "override_mcore_model_config": {KEY: options or {}},
-        "override_transformer_config": {},
-        "use_fused_kernels": False,
-        "use_remove_padding": True,
-        "dynamic_context_parallel": False,
-        "vanilla_mbridge": False,
-        "use_megatron_fsdp": False,
-    }
-    return SimpleNamespace(**known | changes)
+    off = ("use_fused_kernels", "dynamic_context_parallel", "vanilla_mbridge", "use_megatron_fsdp")
+    known = {"override_mcore_model_config": {KEY: options or {}}, "override_transformer_config": {}}
+    return SimpleNamespace(**dict.fromkeys(off, False) | {"use_remove_padding": True} | known | changes)
 
 
 def model_config(*, mtp: bool = False) -> SimpleNamespace:
@@ -195,11 +186,12 @@ def test_a_constant_of_verl_is_ours():
     assert (args.loss_aggregation, args.loss_aggregation_divisor) == ("constant", 1.0)
 
 
+REGION = {"pg_dppo_delta_low": 0.1, "pg_dppo_delta_high": 0.3, "pg_dual_clip": 3.0}
 MODES = {
     "gspo": ("gspo_token", {"pg_clip_eps_low": 0.1, "pg_clip_eps_high": 0.3}),
     "cispo": ("cispo", {"pg_clip_eps_low": 0.1, "pg_cispo_cap": 1.3}),
-    "dppo_tv": ("dppo_tv", {"pg_dppo_delta_low": 0.1, "pg_dppo_delta_high": 0.3, "pg_dual_clip": 3.0}),
-    "dppo_kl": ("dppo_kl", {"pg_dppo_delta_low": 0.1, "pg_dppo_delta_high": 0.3, "pg_dual_clip": 3.0}),
+    "dppo_tv": ("dppo_tv", REGION),
+    "dppo_kl": ("dppo_kl", REGION),
 }
 
 
@@ -237,9 +229,8 @@ def test_a_scale_factor_that_is_null_is_the_rollouts_response_length():
     vars(given)[RESPONSE_LENGTH] = 8192
     args, rows = checked(engine_config(), model_config(), given)
     assert (args.loss_aggregation, args.loss_aggregation_divisor) == ("constant", 8192.0)
-    assert (
-        "rollout.response_length (actor.loss_scale_factor is null) is --loss-aggregation-divisor 8192.0" in rows[0][1]
-    )
+    inherited = "rollout.response_length (actor.loss_scale_factor is null) is --loss-aggregation-divisor 8192.0"
+    assert inherited in rows[0][1]
 
 
 def test_options_take_the_place_of_what_verl_has_by_default():
@@ -332,17 +323,14 @@ def test_a_changed_function_is_named_with_verls_version(monkeypatch):
             raise AssertionError("built")
 
     path = "verl.workers.engine.megatron.transformer_impl"
-    module = ModuleType(path)
-    module.MegatronEngineWithLMHead = Changed
-    for n in range(1, 5):
-        name = ".".join(path.split(".")[:n])
+    parts = path.split(".")
+    for n in range(1, len(parts) + 1):
+        name = ".".join(parts[:n])
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, path, module)
+    sys.modules[path].MegatronEngineWithLMHead = Changed
     sys.modules["verl"].__version__ = "0.12.0"
-    expected = (
-        "__init__ takes (self, model_config, engine_config, another), not (self, model_config, engine_config, "
-        "optimizer_config"
-    )
+    theirs = "(self, model_config, engine_config, another)"
+    expected = f"__init__ takes {theirs}, not (self, model_config, engine_config, optimizer_config"
     with pytest.raises(ArgumentError, match=re.escape(expected)) as refused:
         install()
     assert "as in verl 0.9.1 (here is 0.12.0)" in str(refused.value)

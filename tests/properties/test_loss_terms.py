@@ -28,8 +28,6 @@ from megatron_pg.rollouts.sample import Sample
 
 FULL = {1: 1200, 2: 700, 4: 500, 8: 300}  # cases of a layout, by the size of its world: 6,000
 LIMIT = 1e-12
-SOFT = {"objective": "reinforce", "correction": "none", "denominator": "scheduled", "grad_divisor": 1.0}
-
 pytestmark = pytest.mark.usefixtures("rank_zero")
 
 

@@ -56,11 +56,6 @@ def permuted_samples(case, layout, rng):
 
 
 @relation
-def packed_otherwise(case, layout, rng):
-    return Change(case, case.step(layout, rng), case.step(layout, rng))
-
-
-@relation
 def padded_more(case, layout, rng):
     before = case.step(layout, rng)
     return Change(case, before, before, extra_padding=rng.randint(1, 5))

@@ -120,22 +120,11 @@ def test_two_independent_errors_arrive_in_one_exception():
 
 
 def test_every_violation_arrives_at_once():
-    args = arguments(
-        loss_aggregation="constant",
-        calculate_per_token_loss="true",
-        loss_aggregation_divisor="4096",
-        custom_pg_loss_reducer_function_path="user_reducers.py:turn mean",
-        pg_clip_eps_low=2.0,
-        pg_clip_eps_high="0.28",
-        pg_metrics="all",
-        pg_kernel="triton",
-        hybrid_context_parallel=True,
-        use_megatron_fsdp=True,
-        data_parallel_sharding_strategy="no_shard",
-        use_torch_fsdp2=True,
-        cuda_graph_impl="full_iteration",
-        gtp_weight_remat_size=4,
-    )
+    ours = {"pg_clip_eps_low": 2.0, "pg_clip_eps_high": "0.28", "pg_metrics": "all", "pg_kernel": "triton"}
+    ours |= {"calculate_per_token_loss": "true", **path("user_reducers.py:turn mean"), **constant("4096")}
+    megatron = {"hybrid_context_parallel": True, "use_torch_fsdp2": True, "cuda_graph_impl": "full_iteration"}
+    megatron |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "no_shard", "gtp_weight_remat_size": 4}
+    args = arguments(**ours, **megatron)
     expected = "E4 E7 E10 E12 E13 E24 E24 E25 E19 E19 E20 E28"
     assert sorted(rule for rule, _ in refused(args)) == sorted(expected.split())
 
@@ -143,10 +132,8 @@ def test_every_violation_arrives_at_once():
 def test_a_yaml_file_that_replaced_the_namespace_is_told_what_to_set():
     args = argparse.Namespace(**MEGATRON_DEFAULTS)
     ((rule, message),) = refused(args)
-    assert rule == "E1"
-    assert (
-        "megatron_pg arguments are missing (--yaml-cfg replaces the parsed namespace): set loss_aggregation" in message
-    )
+    missing = "megatron_pg arguments are missing (--yaml-cfg replaces the parsed namespace): set loss_aggregation"
+    assert (rule, message[: len(missing)]) == ("E1", missing)
     assert message.endswith(" in the YAML file")
     assert vars(args) == MEGATRON_DEFAULTS
 
@@ -396,27 +383,6 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
     }
     switches = {name for name, value in given.items() if value is False}
     assert switches == {"pg_dry_run", "pg_no_mismatch_advice", "docs_per_step_drop_position", "fp32_lm_head"}
-
-
-def test_the_flags_parse_as_documented():
-    words = (
-        "--loss-aggregation constant --loss-aggregation-divisor 4096 --custom-pg-loss-reducer-function-path "
-        "my_rl.turns:f --pg-clip-eps-low 0.1 --pg-clip-eps-high 0.28 --pg-temperature 0.6 --pg-metrics with_entropy "
-        "--pg-kernel triton --docs-per-step 256 --docs-per-step-policy at_least --docs-per-step-end stop"
-    )
-    assert vars(parse(*words.split())) == vars(parse()) | {
-        "loss_aggregation": "constant",
-        "loss_aggregation_divisor": 4096.0,
-        "custom_pg_loss_reducer_function_path": "my_rl.turns:f",
-        "pg_clip_eps_low": 0.1,
-        "pg_clip_eps_high": 0.28,
-        "pg_temperature": 0.6,
-        "pg_metrics": "with_entropy",
-        "pg_kernel": "triton",
-        "docs_per_step": 256,
-        "docs_per_step_policy": "at_least",
-        "docs_per_step_end": "stop",
-    }
 
 
 @pytest.mark.parametrize("word", ["inf", "nan", "-1", "0", "1e39"])

@@ -38,14 +38,19 @@ class Walk(NamedTuple):
     warps: int
     unroll: int  # tiles in flight, a vector of each thread in each
 
+    @property
+    def threads(self) -> int:
+        """Of a program."""
+        return 32 * self.warps
+
     def options(self, logits: Tensor) -> dict[str, int]:
         """How a kernel that walks over these logits is launched."""
-        constants = {"THREADS": 32 * self.warps, "WORDS": words_of(logits), "UNROLL": self.unroll}
+        constants = {"THREADS": self.threads, "WORDS": words_of(logits), "UNROLL": self.unroll}
         return constants | {"num_warps": self.warps} | FUSED
 
     def blocks(self, logits: Tensor, columns: int) -> int:
         """Programs per row of `columns`: each takes the tiles that are in flight at once."""
-        return triton.cdiv(columns, 32 * self.warps * self.unroll * words_of(logits))
+        return triton.cdiv(columns, self.threads * self.unroll * words_of(logits))
 
 
 def words_of(logits: Tensor) -> int:

@@ -2,17 +2,29 @@
 empty tensor and no number."""
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from megatron_pg.kernels.triton import loss as triton_loss
-from megatron_pg.kernels.triton import segments, single_pass, surrogate, topk_loss, topk_rows, vocab_parallel
-from megatron_pg.kernels.triton import topk as topk_triton
+from megatron_pg.kernels.triton import (
+    loss,
+    sampling_masks,
+    segments,
+    single_pass,
+    surrogate,
+    teacher,
+    topk,
+    topk_loss,
+    topk_rows,
+    vocab_parallel,
+)
+from megatron_pg.lm_head.scaled_exp import kernels as scaled_exp
 
-MODULES = (single_pass, segments, surrogate, topk_loss, topk_rows, topk_triton, triton_loss, vocab_parallel)
+MODULES = (single_pass, segments, surrogate, topk_loss, topk_rows, topk, loss, vocab_parallel)
+MODULES += (sampling_masks, teacher, scaled_exp)
 NOTHING = ("empty", "empty_like", "new_empty", "detach", "alias", "scalar_tensor")
 
 
@@ -29,27 +41,33 @@ class _Counting(TorchDispatchMode):
 
 
 class _Counted:
-    """In a kernel's place."""
+    """In a kernel's place; one runs at a time, as the interpreter asks for where ranks are threads."""
 
-    def __init__(self, kernel, name: str, found: Counter):
-        self._kernel, self._name, self._found = kernel, name, found
+    def __init__(self, kernel, name: str, found: Counter, lock: threading.Lock):
+        self._kernel, self._name, self._found, self._lock = kernel, name, found, lock
 
     def __getitem__(self, grid):
         def launch(*given, **named):
-            self._found[self._name] += 1
-            with _disable_current_modes():  # the interpreter's own operations
+            with self._lock, _disable_current_modes():  # the interpreter's own operations
+                self._found[self._name] += 1
                 return self._kernel[grid](*given, **named)
 
         return launch
 
 
+def count_kernels(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    """Of what is launched from now on, by any thread."""
+    found, lock = Counter(), threading.Lock()
+    for module in MODULES:
+        for name in [each for each in vars(module) if each.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, _Counted(getattr(module, name), name, found, lock))
+    return found
+
+
 @contextlib.contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     """Of what is computed inside."""
-    found: Counter = Counter()
     with monkeypatch.context() as context:
-        for module in MODULES:
-            for name in [each for each in vars(module) if each.endswith("_kernel")]:
-                context.setattr(module, name, _Counted(getattr(module, name), name, found))
+        found = count_kernels(context)
         with _Counting(found):
             yield found

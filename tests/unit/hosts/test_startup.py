@@ -25,13 +25,7 @@ def test_what_is_not_given_has_its_default_and_the_loss_scaling_is_the_hosts():
 
 def test_megatrons_own_loop_is_ignored():
     """A host's parser fills these in, and its own loop reads none of them."""
-    loop = {
-        "dataloader_type": "single",
-        "eval_iters": 3,
-        "train_samples": 7,
-        "sft": True,
-        "rampup_batch_size": [1, 1, 1],
-    }
+    loop = {"dataloader_type": "single", "eval_iters": 3, "train_samples": 7, "sft": True, "rampup_batch_size": [1] * 3}
     check("host", {}, megatron=loop)
     with pytest.raises(ArgumentError, match=r"E53.*--defer-embedding-wgrad-compute"):
         check("host", {"fp32_lm_head": True}, megatron=loop | {"defer_embedding_wgrad_compute": True})

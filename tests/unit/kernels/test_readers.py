@@ -2,16 +2,15 @@
 float64."""
 
 import math
-import threading
 
 import pytest
 import threads
 import torch
 from compare import scalar_error, tensor_error
-from reader_cases import FULL, READERS, TOPK, ReaderCase
+from launch_count import count_kernels
+from reader_cases import COUNTS, FULL, READERS, TOPK, ReaderCase
 
 from megatron_pg.kernels import Vocabulary, policy_gradient_loss
-from megatron_pg.kernels.triton import sampling_masks, surrogate, teacher, topk, topk_loss, topk_rows, vocab_parallel
 from megatron_pg.lm_head import Head, policy_gradient_head_loss, products
 
 CUDA = torch.cuda.is_available()
@@ -28,7 +27,7 @@ LIMITS = {  # of stored logits and of heads, whose products are rounded too
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
+def small_chunks(monkeypatch, small_tiles):
     """Chunks of one kind of row alone, and without the objective's."""
     monkeypatch.setattr(products, "chunk_rows", lambda *_: 3)
     monkeypatch.setattr(products, "block_rows", lambda *_: 6)
@@ -111,8 +110,7 @@ def check(case: ReaderCase, source: str, results: list[tuple], tables: tuple[tor
 def test_loss_and_gradients_are_those_of_the_definition(reader, impl, dtype, source, full):
     if (source in ("stored", "inplace") and reader in FULL) or (source == "inplace" and impl == "torch"):
         pytest.skip("no such path")
-    wide = 5003 if reader in FULL and impl == "triton" and source == "forward" else 700  # more than one group of tiles
-    for size, is_shared in [(9, True), (wide, False), *([(40, True), (40, False), (5003, False)] if full else [])]:
+    for size, is_shared in [(9, True), (150, False), *([(40, True), (40, False), (5003, False)] if full else [])]:
         torch.manual_seed(size)
         others = (TOPK[size % len(TOPK)],) if reader in TOPK and not is_shared else ()
         width = size if is_shared else 5
@@ -122,15 +120,14 @@ def test_loss_and_gradients_are_those_of_the_definition(reader, impl, dtype, sou
         check(case, source, [run(case, source, impl, tables)], tables)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(("dtype", "source"), [(torch.bfloat16, "inplace"), (torch.float16, "stored")])
 @pytest.mark.parametrize("reader", [each for each in READERS if each not in FULL])
-def test_a_gradient_of_half_precision_is_rounded_once(reader, inplace, dtype):
+def test_a_gradient_of_half_precision_is_rounded_once(reader, dtype, source):
     torch.manual_seed(6)
-    case = ReaderCase.draw(reader, 37)
+    case = ReaderCase.draw(reader, 37, rows=4, counts=COUNTS[:4])
     tables = tuple(each.to(DEVICE) for each in draw(case, 3, dtype))
     logits = stored_logits(case, tables)
-    _, gradient, _ = run(case.on(DEVICE), "inplace" if inplace else "stored", "triton", tables)
+    _, gradient, _ = run(case.on(DEVICE), source, "triton", tables)
     leaf = logits.cpu().double().requires_grad_()
     case.expected(leaf, TEMPERATURE).backward()
     wanted = torch.where(case.policy_loss.fields.mask[:, None], leaf.grad, 0) * SCALE / 2
@@ -147,11 +144,8 @@ def test_the_vocabulary_may_be_split_over_ranks(reader, impl, dtype, ranks, sour
     """Of three ranks the last one has padding alone."""
     if source == "stored" and reader in FULL:
         pytest.skip("no such path")
-    lock = threading.Lock()  # the interpreter runs one kernel at a time
-    for module in (sampling_masks, surrogate, teacher, topk, topk_loss, topk_rows, vocab_parallel):
-        for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, OneAtATime(getattr(module, name), lock))
-    case = ReaderCase.draw(reader, 30)
+    count_kernels(monkeypatch)  # one at a time
+    case = ReaderCase.draw(reader, 30, rows=5, counts=COUNTS[:5])
     tables = draw(case, 18, dtype)
     case = case.on("cpu", dtype)
 
@@ -159,17 +153,3 @@ def test_the_vocabulary_may_be_split_over_ranks(reader, impl, dtype, ranks, sour
         return run(case, source, impl, tables, threads.subgroup(lambda _: 0, ranks, rank), rank)
 
     check(case, source, threads.run(ranks, work), tables)
-
-
-class OneAtATime:
-    """A kernel that waits for the others."""
-
-    def __init__(self, kernel: object, lock: threading.Lock):
-        self._kernel, self._lock = kernel, lock
-
-    def __getitem__(self, grid: tuple[int]):
-        def launch(*arguments: object, **options: object) -> None:
-            with self._lock:
-                self._kernel[grid](*arguments, **options)
-
-        return launch

@@ -21,7 +21,7 @@ from megatron_pg.objectives import objective_of
 DTYPES = {"torch": torch.float64, "triton": torch.float32}
 PADDING, TEMPERATURE = 3, 0.8
 
-pytestmark = [pytest.mark.usefixtures("on_the_device")]
+pytestmark = pytest.mark.usefixtures("on_the_device", "small_tiles")
 BY_EVERY_IMPL = pytest.mark.parametrize(("impl", "inplace"), [("torch", False), ("triton", False), ("triton", True)])
 
 

@@ -13,6 +13,7 @@ from reader_cases import ReaderCase
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
 from megatron_pg.objectives import objective_of
 
+pytestmark = pytest.mark.usefixtures("small_tiles")
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 LIMITS = {"torch": 1e-12, "triton": 4e-6}  # of float64 and float32

@@ -223,7 +223,7 @@ def check(case: Case, **options) -> None:
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
+def small_chunks(monkeypatch, small_tiles):
     """Several chunks and blocks in every case."""
     monkeypatch.setattr(products, "chunk_rows", lambda weight, buffers: 4)
     monkeypatch.setattr(products, "block_rows", lambda weight, chunk: 8)

@@ -20,7 +20,7 @@ IMPLS = [("torch", torch.float64), ("torch", torch.float32), ("triton", torch.fl
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
+def small_chunks(monkeypatch, small_tiles):
     torch.manual_seed(0)
     monkeypatch.setattr(products, "chunk_rows", lambda *_: 4)
     monkeypatch.setattr(products, "block_rows", lambda *_: 8)

@@ -116,11 +116,7 @@ def with_zeros(known: object, *names: str) -> object:
         ("num_segments", tokens([1, 1, 0]), 1.0),
         ("correction_factor", tokens([1, 1, 0], corrections=[0.5, 2.0, 9.0]), 1.25),
         ("rejected_fraction", tokens([1, 1, 1, 1, 0], corrections=[0.0, 2.0, 1.0, 1.0, 0.0]), 0.25),
-        (
-            "rejected_fraction",
-            tokens([1, 1], corrections=[0.0, 2e-9]),
-            0.5,
-        ),  # e^-20, a small factor, is not a rejection
+        ("rejected_fraction", tokens([1, 1], corrections=[0.0, 2e-9]), 0.5),  # e^-20, a small factor, is no rejection
     ],
 )
 def test_hand_worked_values_of_further_terms(name, batch, expected):
@@ -232,9 +228,8 @@ def test_masked_slots_may_hold_anything():
 
 def test_a_limit_is_exceeded_beyond_its_bounds_only():
     limit = Limit(low=0.5, high=2.0, cause="here")
-    assert [limit.is_exceeded(value, 7) for value in (0.5, 2.0, 0.4999, 2.0001, math.inf, math.nan)] == [
-        *(False, False, True, True, True, False)
-    ]
+    exceeded = {0.5: False, 2.0: False, 0.4999: True, 2.0001: True, math.inf: True, math.nan: False}
+    assert {value: limit.is_exceeded(value, 7) for value in exceeded} == exceeded
     first = Limit(high=0.01, in_step_1=True, cause="here")
     assert [first.is_exceeded(1.0, step) for step in (1, 2)] == [True, False]
     assert (str(limit), str(first)) == ("< 0.5 or > 2: here", "> 0.01 in step 1: here")

@@ -80,17 +80,21 @@ def test_one_loss_per_sequence_has_the_true_gradient_of_its_value(name, seed, re
     assert gradcheck(lambda new: loss(new).loss, (logprobs,), **CHECK)
 
 
+def fields_of(sizes: list[int], *, old_logprobs, advantages, weight: float = 0.5, **rest) -> TokenFields:
+    """Trained tokens of sequences one after the other, of one weight."""
+    given = {"old_logprobs": old_logprobs, "advantages": advantages} | rest
+    return TokenFields(
+        targets=torch.zeros(sum(sizes), dtype=torch.int64),
+        mask=torch.ones(sum(sizes), dtype=torch.bool),
+        weights=torch.full((sum(sizes),), weight, dtype=torch.float64),
+        sequences=sequences_of(sizes),
+        **{name: torch.tensor(values, dtype=torch.float64) for name, values in given.items()},
+    )
+
+
 def test_gspo_shares_the_factors_of_a_sequence_by_hand():
     """Factors 3 and 0 of two tokens, weight 1/2 each, R = 1.1 inside the clip, A = 2: loss -3.3, each token -1.65."""
-    fields = TokenFields(
-        targets=torch.zeros(2, dtype=torch.int64),
-        mask=torch.ones(2, dtype=torch.bool),
-        old_logprobs=torch.tensor([-1.0, -2.0], dtype=torch.float64),
-        advantages=torch.full((2,), 2.0, dtype=torch.float64),
-        weights=torch.full((2,), 0.5, dtype=torch.float64),
-        corrections=torch.tensor([3.0, 0.0], dtype=torch.float64),
-        sequences=sequences_of([2]),
-    )
+    fields = fields_of([2], old_logprobs=[-1.0, -2.0], advantages=[2.0, 2.0], corrections=[3.0, 0.0])
     expected = {"gspo": [-1.65, -1.65], "gspo_token": [-3.3, 0.0]}
     for name, gradient in expected.items():
         logprobs = (fields.old_logprobs + math.log(1.1)).requires_grad_()
@@ -103,14 +107,7 @@ def test_gspo_shares_the_factors_of_a_sequence_by_hand():
 def coefficient(name: str, *, log_ratio: float, advantage: float, old: float = -1.0, **numbers) -> tuple[float, float]:
     """Loss of one token and its derivative by the log-probability."""
     logprob = torch.tensor([old + log_ratio], dtype=torch.float64, requires_grad=True)
-    fields = TokenFields(
-        targets=torch.zeros(1, dtype=torch.int64),
-        mask=torch.ones(1, dtype=torch.bool),
-        old_logprobs=torch.tensor([old], dtype=torch.float64),
-        advantages=torch.tensor([advantage], dtype=torch.float64),
-        weights=torch.ones(1, dtype=torch.float64),
-        sequences=sequences_of([1]),
-    )
+    fields = fields_of([1], old_logprobs=[old], advantages=[advantage], weight=1.0)
     value = PolicyLoss(LossTerms(objective=build(name, **numbers)), fields)(logprob).loss
     value.backward()
     return float(value.detach()), float(logprob.grad)
@@ -205,14 +202,7 @@ def test_what_has_no_clamp_is_finite_far_from_the_sampling_policy(log_ratio, adv
 
 def test_products_and_averages_are_over_the_whole_sequence_by_hand():
     """Two tokens with r = 1.25 and 0.4, so W = 1/2, and one token in its own sequence."""
-    fields = TokenFields(
-        targets=torch.zeros(3, dtype=torch.int64),
-        mask=torch.ones(3, dtype=torch.bool),
-        old_logprobs=torch.tensor([-1.0, -2.0, -1.0], dtype=torch.float64),
-        advantages=torch.tensor([-2.0, -2.0, 1.0], dtype=torch.float64),
-        weights=torch.full((3,), 0.5, dtype=torch.float64),
-        sequences=sequences_of([2, 1]),
-    )
+    fields = fields_of([2, 1], old_logprobs=[-1.0, -2.0, -1.0], advantages=[-2.0, -2.0, 1.0])
     ratios = torch.tensor([1.25, 0.4, 1.0], dtype=torch.float64)
     mean = math.exp((math.log(1.25) - 0.3) / 2)
     expected = {"topr": [0.5, 0.5, -0.5], "vespo": [math.exp(1) / 8] * 2 + [-0.5], "gmpo": [mean, 0.0, -0.5]}

@@ -9,6 +9,7 @@ from fractions import Fraction
 import pytest
 import threads
 import torch
+import torch.distributed as dist
 from samples import divisor_of
 
 from megatron_pg import StepPlanError, plan_step
@@ -23,10 +24,8 @@ HAS_REWARD = 1 << 40
 
 
 def random_rule(rng: random.Random) -> PlanRule:
-    terms = (
-        OBJECTIVE,
-        *(LossTerm(name=name, kind="ce", aggregation="token_mean") for name in rng.sample("abc", rng.randint(0, 3))),
-    )
+    named = [LossTerm(name=name, kind="ce", aggregation="token_mean") for name in rng.sample("abc", rng.randint(0, 3))]
+    terms = (OBJECTIVE, *named)
     undivided = tuple(rng.sample(sorted(KINDS), rng.randint(0, 2)))
     return PlanRule(aggregation="prompt_mean", terms=terms, depths=rng.randint(0, 2), undivided=undivided)
 
@@ -120,7 +119,7 @@ def test_every_count_equals_counting_by_hand(full, evidence):
         held = [own + rng.sample(everyone, rng.randint(0, len(everyone))) for own in ranks]
 
         def work(rank: int, rule=rule, size=size, ranks=ranks, held=held) -> WholeStep:
-            group = threads.subgroup(lambda r: 0, size, rank) if size > 1 else None
+            group = dist.group.WORLD if size > 1 else None
             return exchange(table_of(ranks[rank], held[rank], rule), rule, group)
 
         for rank, found in enumerate(threads.run(size, work)):
@@ -156,10 +155,8 @@ def test_equal_rewards_have_no_spread():
     bits = bits_of(torch.full((3,), 0.1, dtype=torch.float64))
     rows = unit_facts(torch.stack([bits, torch.full_like(bits, HAS_REWARD + 1), torch.zeros_like(bits)], dim=1))
     found = SampleFacts(fact_sums(rows), largest_facts(rows), torch.zeros(2, dtype=torch.int64))
-    assert (found.reward, found.reward_std) == (
-        0.1,
-        0.0,
-    )  # the sum of three, divided by 3, is 0.10000000000000002 / 3 · 3
+    # the sum of three, divided by 3, is 0.10000000000000002 / 3 · 3
+    assert (found.reward, found.reward_std) == (0.1, 0.0)
 
 
 def test_without_prompts_there_are_no_groups_of_rewards():
@@ -199,7 +196,7 @@ def calls_of(work, size: int, monkeypatch) -> tuple[list[object], dict[int, list
     def on_rank(rank: int) -> object:
         with lock:
             of_thread[threading.get_ident()] = rank
-        return work(rank, threads.subgroup(lambda r: 0, size, rank))
+        return work(rank, dist.group.WORLD)
 
     return threads.run(size, on_rank), calls
 
@@ -221,10 +218,9 @@ def test_every_rank_reaches_the_same_collectives(monkeypatch, aggregation, sizes
 
 def test_every_rank_reaches_those_behind_a_mistake(monkeypatch):
     def work(rank: int, group) -> str:
+        ids = {"rollout_ids": ["r" if rank < 2 else rank], "prompt_ids": [rank]}
         with pytest.raises(StepPlanError) as caught:
-            plan_step(
-                [1], aggregation="sample_mean", rollout_ids=["r" if rank < 2 else rank], prompt_ids=[rank], group=group
-            )
+            plan_step([1], aggregation="sample_mean", group=group, **ids)
         return str(caught.value)
 
     found, calls = calls_of(work, 3, monkeypatch)
@@ -247,5 +243,5 @@ def test_what_a_rank_sends_follows_its_samples(monkeypatch):
         plan_step([1] * 10, aggregation="sample_mean", rollout_ids=[f"{rank} {i}" for i in range(10)], group=group)
         return sent[threading.get_ident()]
 
-    for found in threads.run(2, lambda rank: work(rank, threads.subgroup(lambda r: 0, 2, rank))):
+    for found in threads.run(2, lambda rank: work(rank, dist.group.WORLD)):
         assert found < 64 * 8 * 22  # ten rollouts, and the one row of no prompts, out and back

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import threads
 import torch
+from document_streams import Rewindable
 from samples import make_sample
 
 from megatron_pg.batch import cut_over_ranks
@@ -20,16 +21,10 @@ def groups(lengths, sizes=(1,)) -> list[list]:
     """Groups of rollouts, of these sizes in turn."""
     rng, found, lengths = random.Random(3), [], list(lengths)
     while lengths:
-        size = sizes[len(found) % len(sizes)]
-        found.append(
-            [
-                make_sample(
-                    prompt_length=n - 2, mask=[1, 1], rng=rng, rollout_id=len(found), sample_id=f"{len(found)}.{k}"
-                )
-                for k, n in enumerate(lengths[:size])
-            ]
-        )
-        lengths = lengths[size:]
+        taken, lengths = lengths[: (size := sizes[len(found) % len(sizes)])], lengths[size:]
+        ids = [{"rollout_id": len(found), "sample_id": f"{len(found)}.{k}"} for k in range(len(taken))]
+        rows = zip(taken, ids, strict=True)
+        found.append([make_sample(prompt_length=n - 2, mask=[1, 1], rng=rng, **own) for n, own in rows])
     return found
 
 
@@ -81,11 +76,8 @@ def test_every_document_is_taken_once_in_order_and_long_ones_lie_on_several_rank
 
 def test_the_last_step_follows_the_flag():
     found = run(groups(LENGTHS), num_documents=4, end="stop")
-    text = (
-        "the documents have ended: 8 were trained, 2 are too few for a step of 4 and were left (--docs-per-step-end "
-        "stop)"
-    )
-    assert {rank[2] for rank in found} == {text}
+    left = "2 are too few for a step of 4 and were left (--docs-per-step-end stop)"
+    assert {rank[2] for rank in found} == {f"the documents have ended: 8 were trained, {left}"}
 
 
 @pytest.mark.parametrize(("policy", "taken"), [("exact", [4, 4, 2]), ("at_least", [4, 4, 2])])
@@ -110,26 +102,23 @@ def test_a_resumed_run_takes_what_the_whole_one_does():
     assert [rank[1:] for rank in whole] == rest
 
 
+def with_another_mask(documents):
+    (first, *_), *others = documents
+    return [[dataclasses.replace(first, loss_mask=torch.tensor([False, True]))], *others]
+
+
 def test_a_rank_with_other_documents_stops_all():
     found = run(groups(LENGTHS), num_documents=4, change=lambda rank, d: d[1:] if rank == 2 else d)
     assert all("ranks 0 and 2 have different documents (4 and 4 in this step)" in str(rank[0]) for rank in found)
 
 
 def test_a_rank_with_another_mask_stops_all():
-    def change(rank, documents):
-        (first, *_), *others = documents
-        mask = torch.tensor([rank != 2, True])
-        return [[dataclasses.replace(first, loss_mask=mask)], *others]
-
-    found = run(groups(LENGTHS), num_documents=4, change=change)
+    found = run(groups(LENGTHS), num_documents=4, change=lambda rank, d: with_another_mask(d) if rank == 2 else d)
     assert all("ranks 0 and 2 have different documents (4 and 4 in this step)" in str(rank[0]) for rank in found)
 
 
 def test_a_rank_whose_source_fails_stops_all():
-    def change(rank, documents):
-        return iter([3]) if rank == 1 else documents
-
-    found = run(groups(LENGTHS), num_documents=4, change=change)
+    found = run(groups(LENGTHS), num_documents=4, change=lambda rank, d: iter([3]) if rank == 1 else d)
     assert "the documents gave a int" in str(found[1][0])
     assert all("rank 1 could not take its documents" in str(found[rank][0]) for rank in (0, 2, 3))
 
@@ -141,32 +130,15 @@ def test_a_document_that_fits_on_no_ranks_is_named():
 
 def test_a_replayed_step_takes_the_same_documents_and_counts_them_once():
     rule = StepRule(num_documents=3, policy="exact", end="partial")
-    accumulator = SharedDocumentAccumulator(
-        rule=rule,
-        cut=lambda s, k: cut_over_ranks(
-            s, num_microbatches=k, rank=0, num_ranks=1, max_tokens=64, attention_length=10.0
-        ),
-        room=64,
-        position=Position(0, (0,)),
-    )
-    source = Replayed(groups(LENGTHS))
+    sizes = {"rank": 0, "num_ranks": 1, "max_tokens": 64, "attention_length": 10.0}
+    cut_all = lambda samples, count: cut_over_ranks(samples, num_microbatches=count, **sizes)  # noqa: E731
+    accumulator = SharedDocumentAccumulator(rule=rule, cut=cut_all, room=64, position=Position(0, (0,)))
+    source = Rewindable(iter(groups(LENGTHS)))
     accumulator.take(source, group=None)
     first = accumulator.take(source, group=None)
-    source.replaying = True
+    source.replaying = True  # nothing more may be read
     again = accumulator.take(source, group=None)
     names = [[[s.sample_id for s in batch.samples] for batch in batches] for batches, _, _ in (first, again)]
     assert names[0] == names[1]
     assert first[1] == again[1]
     assert accumulator.position == Position(6, (6,))
-
-
-class Replayed:
-    """Megatron's rerun machinery around a source."""
-
-    replaying = False
-
-    def __init__(self, items):
-        self._items = iter(items)
-
-    def __next__(self):
-        return next(self._items)

@@ -114,10 +114,8 @@ def test_a_file_returns_every_bit_that_was_written(name, tmp_path):
     if name == "teacher_hidden":
         assert torch.equal(record.view(torch.uint8), expected.view(torch.uint8))
     if version > 1:
-        with (
-            RolloutWriter(tmp_path / "old.jsonl") as writer,
-            pytest.raises(ValueError, match=f"has {name}, which version 1"),
-        ):
+        refused = pytest.raises(ValueError, match=f"has {name}, which version 1")
+        with RolloutWriter(tmp_path / "old.jsonl") as writer, refused:
             writer.write([sample])
 
 

@@ -141,32 +141,25 @@ def test_an_id_that_cannot_be_counted_is_refused_at_the_door():
     assert Sample.build(prompt_id="q7", **fields).sample_id == "q7"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"tokens": torch.tensor([5, 6, 7], dtype=torch.int32)},
-        {"tokens": np.array([5, 6, 7], dtype=np.uint16)},
-        {"tokens": (np.int64(5), torch.tensor(6), 7)},
-        {"tokens": range(5, 8)},
-        {"response_length": np.int32(2)},
-        {"response_length": torch.tensor(2)},
-        {"loss_mask": [True, False]},
-        {"loss_mask": [np.True_, 0]},
-        {"loss_mask": np.array([True, False])},
-        {"loss_mask": torch.tensor([1.0, 0.0])},
-        {"old_logprobs": np.array([-2, -1], dtype=">f2")[::-1]},
-        {"old_logprobs": torch.tensor([-1.0, -2.0], dtype=torch.bfloat16, requires_grad=True)},
-        {"old_logprobs": [np.float32(-1), torch.tensor(-2.0)]},
-        {"advantage": torch.tensor(1.0)},
-        {"advantage": torch.tensor(1)},
-        {"advantage": np.float16(1)},
-        {"advantage": np.array(1)},
-        {"advantage": [1, np.int64(1)]},
+MEANT = {  # other values of GOOD's meaning
+    "tokens": [
+        *(torch.tensor([5, 6, 7], dtype=torch.int32), np.array([5, 6, 7], dtype=np.uint16), range(5, 8)),
+        (np.int64(5), torch.tensor(6), 7),
     ],
-    ids=repr,
-)
-def test_a_value_with_one_meaning_is_taken(change):
-    sample = Sample.build(**GOOD | change)
+    "response_length": [np.int32(2), torch.tensor(2)],
+    "loss_mask": [[True, False], [np.True_, 0], np.array([True, False]), torch.tensor([1.0, 0.0])],
+    "old_logprobs": [
+        np.array([-2, -1], dtype=">f2")[::-1],
+        torch.tensor([-1.0, -2.0], dtype=torch.bfloat16, requires_grad=True),
+        [np.float32(-1), torch.tensor(-2.0)],
+    ],
+    "advantage": [torch.tensor(1.0), torch.tensor(1), np.float16(1), np.array(1), [1, np.int64(1)]],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in MEANT for value in MEANT[name]], ids=repr)
+def test_a_value_with_one_meaning_is_taken(name, value):
+    sample = Sample.build(**GOOD | {name: value})
     assert sample.tokens.tolist() == [5, 6, 7]
     assert sample.loss_mask.tolist() == [True, False]
     assert sample.old_logprobs.tolist() == [-1.0, -2.0]
@@ -446,14 +439,10 @@ def test_terms_are_checked_at_the_door(change, message):
 @pytest.mark.parametrize("kind", ["tensor", "array"])
 def test_a_reused_buffer_does_not_change_a_sample(kind):
     """Tensors that need no conversion are copied too."""
-    buffers = {
-        "tokens": torch.tensor([5, 6, 7]),
-        "old_logprobs": torch.tensor([-1.0, -2.0], dtype=torch.float64),
-        "advantage": torch.tensor([0.5, 0.25], dtype=torch.float64),
-        "ref_logprobs": torch.tensor([-3.0, -4.0], dtype=torch.float64),
-        "loss_mask": torch.tensor([True, False]),
-        "teacher_hidden": torch.ones(2, 3),
-    }
+    float64 = {"old_logprobs": [-1.0, -2.0], "advantage": [0.5, 0.25], "ref_logprobs": [-3.0, -4.0]}
+    buffers = {name: torch.tensor(values, dtype=torch.float64) for name, values in float64.items()}
+    buffers |= {"tokens": torch.tensor([5, 6, 7]), "loss_mask": torch.tensor([True, False])}
+    buffers["teacher_hidden"] = torch.ones(2, 3)
     given = buffers if kind == "tensor" else {name: values.numpy() for name, values in buffers.items()}
     names = {"advantages" if name == "advantage" else name for name in buffers}
     sample = Sample.build(response_length=2, **given)

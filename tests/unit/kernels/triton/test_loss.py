@@ -1,4 +1,4 @@
-"""The Triton kernels against a float64 oracle: through the interpreter on a CPU, and the same cases and more on a GPU.
+"""Triton kernels and torch against a float64 oracle: by the interpreter on a CPU, the same cases and more on a GPU.
 
 `pytest tests/unit/kernels/triton/test_loss.py --tier full` runs the full number of cases; on a GPU that is 5,000 and
 large vocabularies.
@@ -31,6 +31,8 @@ DEVICE = "cuda" if CUDA else "cpu"
 SMALL = [1, 2, 16, 31, 32, 33, 1000, 1024, 2047, 2048, 2049, 4096, 4103, 9008]
 LARGE = [19008, 24000, 37984, 50257, 60000, 100000, 151936, 200000]  # every shape of the single-pass kernel
 EPS_LOW, EPS_HIGH = 0.2, 0.28
+CLIP = {"clip_eps_low": EPS_LOW, "clip_eps_high": EPS_HIGH}
+OF_TOKENS = ("targets", "old_logprobs", "advantages", "weights")
 SENTINEL = -123.0
 ROWS = [name for name, declared in OBJECTIVES.items() if not declared.no_token_kernel and not declared.reads_sequences]
 KL = {"kl_coef": 0.3, "kl_estimator": "k1_weighted"}
@@ -38,19 +40,19 @@ KL = {"kl_coef": 0.3, "kl_estimator": "k1_weighted"}
 
 @dataclass(frozen=True)
 class Case:
-    rows: int
-    columns: int
-    dtype: torch.dtype
-    layout: str
-    inplace: bool
-    entropy: bool
-    temperature: float
-    padding: int
-    minus_infinity: str
-    offset: float
-    upstream: float
-    grad_divisor: float
-    seed: int
+    rows: int = 4
+    columns: int = 1000
+    dtype: torch.dtype = torch.float32
+    layout: str = "contiguous"
+    inplace: bool = False
+    entropy: bool = True
+    temperature: float = 1.0
+    padding: int = 0
+    minus_infinity: str = "none"
+    offset: float = 0.0
+    upstream: float = 1.0
+    grad_divisor: float = 1.0
+    seed: int = 1
 
 
 def random_case(rng: random.Random, vocabularies: list[int], rows: list[int]) -> Case:
@@ -171,26 +173,19 @@ def expected(case: Case, fields: dict) -> dict:
     }
 
 
+def loss_of(case: Case, logits: torch.Tensor, fields: dict, **options):
+    given = {"mask": fields["mask"], "temperature": case.temperature, "vocab_size": case.columns - case.padding}
+    return grpo_loss(logits, *(fields[name] for name in OF_TOKENS), **CLIP, **given, **options)
+
+
 def run(case: Case, fields: dict, *, impl: str = "triton", grad_scale: float = 1.0):
     """The loss and gradient of a case, and the buffer that holds the logits."""
     buffer, view = laid_out(fields["logits"], case.layout)
     view.add_(torch.zeros((), device=DEVICE, requires_grad=True))  # so no leaf, which may not be overwritten
     seen = {}
     view.register_hook(lambda g: seen.update(gradient=g.detach().clone(), address=g.data_ptr()))
-    out = grpo_loss(
-        view,
-        *(fields[n] for n in ("targets", "old_logprobs", "advantages", "weights")),
-        mask=fields["mask"],
-        clip_eps_low=EPS_LOW,
-        clip_eps_high=EPS_HIGH,
-        temperature=case.temperature,
-        vocab_size=case.columns - case.padding,
-        grad_divisor=case.grad_divisor,
-        grad_scale=grad_scale,
-        entropy=case.entropy,
-        inplace=case.inplace,
-        impl=impl,
-    )
+    options = {name: getattr(case, name) for name in ("grad_divisor", "entropy", "inplace")}
+    out = loss_of(case, view, fields, grad_scale=grad_scale, impl=impl, **options)
     (out.loss * case.upstream).backward()
     assert not (impl == "triton" and fields["logits"].numel()) or case.inplace == (seen["address"] == view.data_ptr())
     return out, seen["gradient"], buffer.detach()
@@ -260,15 +255,6 @@ def check(case: Case, **options) -> float:
 
 
 @pytest.fixture
-def poisoned_memory():
-    """`torch.empty` returns NaN, so that a value that no kernel wrote is seen."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
-@pytest.fixture
 def fused(monkeypatch):
     """`tl.fma` rounds once, as on a GPU: some interpreters round the product too."""
     if not CUDA:
@@ -302,36 +288,14 @@ def test_random_cases_equal_the_oracle(block, full, evidence, poisoned_memory, f
         vocabularies = SMALL + LARGE * 2 if CUDA else SMALL
         case = random_case(rng, vocabularies, [1, 3, 17, 150] if CUDA else [1, 2, 3, 5])
         found.append(check(case))
+        check(replace(case, inplace=False), impl="torch")
     evidence(cases=cases, worst=max(found), tolerance=2.0 if CUDA else 1.0)
-
-
-def base(**changes) -> Case:
-    return Case(
-        **(
-            {
-                "rows": 4,
-                "columns": 1000,
-                "dtype": torch.float32,
-                "layout": "contiguous",
-                "inplace": False,
-                "entropy": True,
-                "temperature": 1.0,
-                "padding": 0,
-                "minus_infinity": "none",
-                "offset": 0.0,
-                "upstream": 1.0,
-                "grad_divisor": 1.0,
-                "seed": 1,
-            }
-            | changes
-        )
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", LARGE if CUDA else [20000])
 def test_a_large_vocabulary(columns, dtype):
-    check(base(columns=columns, dtype=dtype, rows=700 if CUDA else 2))
+    check(Case(columns=columns, dtype=dtype, rows=700 if CUDA else 2))
 
 
 @pytest.mark.skipif(not CUDA, reason="takes gigabytes and a million tiles: on a GPU only")
@@ -345,7 +309,7 @@ def test_more_than_2_to_the_31_logits_and_more_than_65535_rows(rows, columns):
     logits = torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
     targets = torch.randint(0, columns, (rows,), device=DEVICE)
     fields = (torch.full((rows,), -11.0, device=DEVICE), *torch.randn(2, rows, device=DEVICE))
-    out = grpo_loss(logits, targets, *fields, clip_eps_low=EPS_LOW, clip_eps_high=EPS_HIGH)
+    out = grpo_loss(logits, targets, *fields, **CLIP)
     (gradient,) = torch.autograd.grad(out.loss, logits)
     logits = logits.detach()
     for part in torch.arange(rows, device=DEVICE).split(1000):
@@ -353,27 +317,23 @@ def test_more_than_2_to_the_31_logits_and_more_than_65535_rows(rows, columns):
         assert worst(out.logprobs[part], logprobs.double()) < 1e-4, part
     for part in (slice(0, 40), slice(rows - 40, rows)):
         leaf = logits[part].double().requires_grad_()
-        options = {"clip_eps_low": EPS_LOW, "clip_eps_high": EPS_HIGH, "impl": "torch"}
-        truth = grpo_loss(leaf, targets[part], *(values[part] for values in fields), **options)
+        truth = grpo_loss(leaf, targets[part], *(values[part] for values in fields), **CLIP, impl="torch")
         (wanted,) = torch.autograd.grad(truth.loss, leaf)
         assert worst(gradient[part], wanted) <= 0.005 * float(wanted.abs().amax()), part
 
 
 @pytest.mark.parametrize("grad_scale", [1.0, 3.0, 24.0])
 def test_the_expected_upstream_gradient_changes_no_result(grad_scale):
-    check(base(upstream=24.0, columns=4096), grad_scale=grad_scale)
+    check(Case(upstream=24.0, columns=4096), grad_scale=grad_scale)
 
 
 @pytest.mark.parametrize("log_ratio", [25.0, -25.0, 90.0, -90.0, 1e4, -1e4, math.inf, -math.inf])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_huge_log_ratios_give_finite_losses_and_no_gradient(log_ratio, advantage):
-    case = base(columns=64)
-    fields = make(case)
-    fields["mask"][:] = True
-    fields["logits"].nan_to_num_(0.0, 0.0, 0.0)
-    fields["targets"][:] = 3
-    fields["weights"][:] = 1.0
-    fields["advantages"][:] = advantage
+    case = Case(columns=64)
+    fields = trained_everywhere(case)
+    for name, value in {"targets": 3, "weights": 1.0, "advantages": advantage}.items():
+        fields[name][:] = value
     fields["old_logprobs"] = (log_softmax(fields["logits"].double())[:, 3] - log_ratio).float()
     out, gradient, _ = run(case, fields)
     assert out.token_losses.isfinite().all()
@@ -383,7 +343,7 @@ def test_huge_log_ratios_give_finite_losses_and_no_gradient(log_ratio, advantage
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("where", ["logits", "old_logprobs", "advantages", "weights"])
 def test_nan_at_a_trained_token_is_seen_in_the_loss_and_stays_in_its_row(where, impl):
-    case = base(rows=3, columns=1024)
+    case = Case(rows=3, columns=1024)
     fields = trained_everywhere(case)
     fields[where][1] = math.nan
     out, gradient, _ = run(case, fields, impl=impl)
@@ -397,7 +357,7 @@ def test_nan_at_a_trained_token_is_seen_in_the_loss_and_stays_in_its_row(where, 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 def test_a_target_outside_the_vocabulary_is_nan_in_loss_and_gradient_and_no_wild_read(impl, columns, monkeypatch):
     monkeypatch.setattr(api, "check_labels", lambda *_: None)  # as on a GPU
-    case = base(columns=columns, rows=6, padding=columns % 100 + 40)
+    case = Case(columns=columns, rows=6, padding=columns % 100 + 40)
     fields, valid = trained_everywhere(case), columns - case.padding
     fields["targets"][1:5] = torch.tensor([-1, valid, columns, 2**40])
     out, gradient, _ = run(case, fields, impl=impl)
@@ -432,7 +392,7 @@ def test_no_objective_leaves_a_finite_gradient_in_a_row_whose_target_does_not_ex
 @pytest.mark.skipif(CUDA, reason="a GPU is not asked for the values")
 def test_a_target_outside_the_vocabulary_is_refused_by_name_and_position_on_a_cpu():
     fields = {each: torch.ones(4) for each in ("advantages", "weights")} | {"old_logprobs": torch.full((4,), -3.0)}
-    options = {"clip_eps_low": EPS_LOW, "clip_eps_high": EPS_HIGH, "impl": "torch", "vocab_size": 30}
+    options = CLIP | {"impl": "torch", "vocab_size": 30}
     targets = torch.tensor([3, -100, 30, 2])
     message = r"^targets\[1\] is -100 at a trained token, and the vocabulary has the ids 0 to 29 \(2 such tokens\)"
     with pytest.raises(ValueError, match=message):
@@ -459,7 +419,7 @@ def test_a_logprob_that_does_not_exist_has_a_nan_gradient_whatever_is_upstream(i
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("rows", [0, 3])
 def test_nothing_trained_gives_a_zero_loss_with_a_gradient(rows, impl, columns):
-    case = base(rows=rows, columns=columns)
+    case = Case(rows=rows, columns=columns)
     fields = make(case)
     fields["mask"][:] = False
     out, gradient, _ = run(case, fields, impl=impl)
@@ -474,7 +434,7 @@ def test_nothing_trained_gives_a_zero_loss_with_a_gradient(rows, impl, columns):
 def test_what_launches_the_single_pass_kernel(dtype, upstream, inplace, monkeypatch):
     """Values and gradient, with the kernel's own work done in torch, from fields with any strides."""
     launches = single_pass.in_torch(monkeypatch)
-    case = base(dtype=dtype, upstream=upstream, inplace=inplace, padding=16, temperature=0.7, grad_divisor=8.0)
+    case = Case(dtype=dtype, upstream=upstream, inplace=inplace, padding=16, temperature=0.7, grad_divisor=8.0)
     check(case)
     check(replace(case, entropy=False, layout="every other"), grad_scale=upstream)
     fields = {n: torch.stack([v, v], 1)[:, 0] if v.dim() == 1 else v for n, v in make(case).items()}
@@ -491,7 +451,7 @@ def test_every_token_loss_with_a_row_goes_through_the_single_pass_kernel(name, m
     """Its own work done in torch from the row: everything around it, with KL and bonus, against the eager reference."""
     for terms in ({}, KL, {"entropy_coef": 0.2}, {**KL, "entropy_coef": 0.2}):
         loss_terms = kl_and_entropy(**terms)[:: (-1) ** len(terms)]  # in either order
-        case = base(rows=20, columns=64, padding=16, temperature=0.7)
+        case = Case(rows=20, columns=64, padding=16, temperature=0.7)
         fields = make(case)
         logits, mask = fields.pop("logits"), fields["mask"]
         own = {s.name: TermFields(weights=torch.where(mask, torch.rand(case.rows), math.nan)) for s in loss_terms}
@@ -515,15 +475,19 @@ def test_every_token_loss_with_a_row_goes_through_the_single_pass_kernel(name, m
 
 
 @pytest.mark.parametrize("columns", [1000, 1024])
-def test_fields_may_have_any_strides(columns):
-    case = base(columns=columns, rows=5)
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_fields_may_have_any_strides_and_are_left_as_they_are(impl, columns):
+    case = Case(columns=columns, rows=5)
     fields = make(case)
-    straight, gradient, _ = run(case, fields)
-    strided = fields | {n: torch.stack([v, v], 1)[:, 0] for n, v in fields.items() if n != "logits"}
+    straight, gradient, _ = run(case, fields, impl=impl)
+    pairs = {name: torch.stack([values, values], 1) for name, values in fields.items() if name != "logits"}
+    strided = fields | {name: values[:, 0] for name, values in pairs.items()}
     assert not strided["targets"].is_contiguous()
-    again, other, _ = run(case, strided)
+    again, other, _ = run(case, strided, impl=impl)
     assert torch.equal(straight.loss, again.loss)
     assert torch.equal(gradient, other)
+    for name, values in pairs.items():
+        assert torch.equal(values.nan_to_num(7.0), torch.stack([fields[name]] * 2, 1).nan_to_num(7.0)), name
 
 
 @pytest.mark.parametrize(("impl", "columns"), [("torch", 40), ("triton", 1000), ("triton", 1024)])
@@ -544,7 +508,7 @@ def test_a_ratio_exactly_on_a_clip_bound_keeps_its_gradient(sign, impl, columns)
 
 
 def test_a_trained_row_without_any_finite_logit_is_seen():
-    case = base()
+    case = Case()
     fields = trained_everywhere(case)
     fields["logits"][1] = -math.inf
     out, gradient, _ = run(case, fields)
@@ -560,7 +524,7 @@ def test_a_row_out_of_range_is_nan_in_loss_and_gradient_and_spoils_no_other(dtyp
     found = {}
     for impl in ("torch", "triton"):
         leaf = logits.clone().requires_grad_()
-        out = grpo_loss(leaf, *fields, clip_eps_low=EPS_LOW, clip_eps_high=EPS_HIGH, entropy=True, impl=impl)
+        out = grpo_loss(leaf, *fields, **CLIP, entropy=True, impl=impl)
         out.loss.backward()
         found[impl] = torch.cat([out.log_ratios[:, None], out.entropy[:, None], leaf.grad.float()], dim=1)
     assert worst(found["torch"][:, :2], torch.tensor([[3.5 - math.log(32), math.log(32)]] * 4, device=DEVICE)) < 1e-6
@@ -570,7 +534,7 @@ def test_a_row_out_of_range_is_nan_in_loss_and_gradient_and_spoils_no_other(dtyp
 
 def test_logits_that_something_hid_with_a_huge_number_have_no_probability(fused):
     """Whole tiles too, whose maximum is rounded by more than an exponent holds: only the row's largest has a range."""
-    case = base(rows=5)
+    case = Case(rows=5)
     fields = trained_everywhere(case)
     fields["targets"] %= 40
     fields["logits"][:, 40:] = torch.tensor([[-2e9], [-1e10], [-1e20], [-1e30], [-3.3e38]])
@@ -582,19 +546,18 @@ def test_logits_that_something_hid_with_a_huge_number_have_no_probability(fused)
 
 
 def test_a_step_without_gradient_writes_nothing():
-    case = base(inplace=True)
+    case = Case(inplace=True)
     fields = make(case)
     logits = fields["logits"]
     before = logits.clone()
-    rest = [fields[n] for n in ("targets", "old_logprobs", "advantages", "weights")]
     with torch.no_grad():
-        out = grpo_loss(logits, *rest, mask=fields["mask"], clip_eps_low=0.2, clip_eps_high=0.2, inplace=True)
+        out = loss_of(case, logits, fields, inplace=True)
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
     assert not out.loss.requires_grad
 
 
 def test_two_runs_give_the_same_bits():
-    case = base(columns=4103 if not CUDA else 151936, dtype=torch.bfloat16)
+    case = Case(columns=4103 if not CUDA else 151936, dtype=torch.bfloat16)
     fields = make(case)
     (first, gradient, _), (second, again, _) = run(case, fields), run(case, fields)
     assert torch.equal(gradient, again)
@@ -604,14 +567,8 @@ def test_two_runs_give_the_same_bits():
 def test_whoever_saved_overwritten_logits_gets_an_error():
     logits = torch.randn(3, 64, device=DEVICE).requires_grad_() * 1.0
     squares = (logits * logits).sum()  # its backward reads the logits
-    out = grpo_loss(
-        logits,
-        torch.arange(3, device=DEVICE),
-        *(torch.ones(3, device=DEVICE) * x for x in (-4.0, 1.0, 1.0)),
-        clip_eps_low=0.2,
-        clip_eps_high=0.2,
-        inplace=True,
-    )
+    fields = (torch.arange(3, device=DEVICE), *(torch.ones(3, device=DEVICE) * x for x in (-4.0, 1.0, 1.0)))
+    out = grpo_loss(logits, *fields, **CLIP, inplace=True)
     out.loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squares.backward()
@@ -631,19 +588,6 @@ def test_the_training_loss_writes_over_a_models_logits_but_not_over_a_leaf(is_le
     assert torch.equal(logits.detach(), before) == is_leaf
 
 
-class FakeGroup:
-    """Rank `r` of `n`, for kernels that are run one rank after the other."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-
 @pytest.mark.proof("T6 Triton kernels, vocabulary over 2 to 4 shards")
 @pytest.mark.parametrize("shards", [2, 3, 4])
 def test_sharded_vocabularies_equal_the_whole_one_and_every_rank_has_the_same_bits(shards, full, evidence, monkeypatch):
@@ -652,7 +596,7 @@ def test_sharded_vocabularies_equal_the_whole_one_and_every_rank_has_the_same_bi
     rng, cases = random.Random(f"shards{shards}"), 15 if full else 1
     for number in range(cases):
         columns = rng.choice([1, 5, 16, 250, *[1024] * full])  # an interpreter takes a second for the last one
-        case = base(
+        case = Case(
             columns=columns * shards,
             dtype=rng.choice([torch.float32, torch.bfloat16]),
             rows=3,
@@ -666,9 +610,11 @@ def test_sharded_vocabularies_equal_the_whole_one_and_every_rank_has_the_same_bi
         )
         fields = make(case)
         pieces = [p.contiguous() for p in fields["logits"].split(columns, dim=1)]
-        valid = case.columns - case.padding
-        options = {"temperature": case.temperature, "vocab_size": valid}
-        shards_of = [Vocabulary.of(columns, tp_group=FakeGroup(r, shards), **options) for r in range(shards)]
+        groups = [
+            SimpleNamespace(rank=lambda r=r: r, size=lambda: shards) for r in range(shards)
+        ]  # one after the other
+        options = {"temperature": case.temperature, "vocab_size": case.columns - case.padding}
+        shards_of = [Vocabulary.of(columns, tp_group=group, **options) for group in groups]
         shares = torch.stack(
             [
                 vocab_parallel.statistics(piece, fields["targets"], fields["mask"], shard)
@@ -679,17 +625,7 @@ def test_sharded_vocabularies_equal_the_whole_one_and_every_rank_has_the_same_bi
         outs, gradients = [], []
         for rank, piece in enumerate(pieces):
             leaf = piece.requires_grad_()
-            out = grpo_loss(
-                leaf,
-                *(fields[n] for n in ("targets", "old_logprobs", "advantages", "weights")),
-                mask=fields["mask"],
-                clip_eps_low=EPS_LOW,
-                clip_eps_high=EPS_HIGH,
-                temperature=case.temperature,
-                vocab_size=valid,
-                entropy=True,
-                tp_group=FakeGroup(rank, shards),
-            )
+            out = loss_of(case, leaf, fields, entropy=True, tp_group=groups[rank])
             out.loss.backward()
             outs.append(out)
             gradients.append(leaf.grad)
@@ -742,7 +678,7 @@ def test_a_loss_that_stops_both_gradients_gives_none():
 
 def test_the_oracle_notices_a_wrong_gradient():
     """The comparison above can fail: off by one rounding too many, NaN, and a missing row are all seen."""
-    case = base()
+    case = Case()
     wanted = expected(case, make(case))
     exact = wanted["gradient"].float()
     assert gradient_excess(exact, wanted) <= 1.0

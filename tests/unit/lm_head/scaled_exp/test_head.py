@@ -3,13 +3,12 @@ and what it refuses."""
 
 import argparse
 import math
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import threads
 import torch
+from launch_count import count_kernels
 from loss_terms import kl_and_entropy
 
 from megatron_pg.args import add_arguments
@@ -180,16 +179,8 @@ def test_tiles_that_rows_columns_and_width_do_not_fill(rows, columns, valid, wid
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_launches_and_collectives_of_a_micro_batch(ranks, monkeypatch):
     """One product per block, or two between which ranks exchange sums; the targets' logits once."""
-    from megatron_pg.kernels.triton import surrogate
-    from megatron_pg.lm_head.scaled_exp import kernels as scaled_exp
-
     monkeypatch.setattr(products, "block_rows", lambda *_: 8)
-    launches, collectives = [], []
-    lock = threading.Lock()  # the interpreter runs one kernel at a time
-    for name in ("target_kernel", "scaled_exp_kernel", "logprob_kernel", "weigh_kernel", "scatter_kernel"):
-        monkeypatch.setattr(scaled_exp, name, Counted(name, getattr(scaled_exp, name), launches, lock))
-    kernel = Counted("surrogate_kernel", surrogate.surrogate_kernel, launches, lock)
-    monkeypatch.setattr(surrogate, "surrogate_kernel", kernel)
+    launches, collectives = count_kernels(monkeypatch), []
     for name in ("all_reduce", "all_gather_into_tensor"):
         call = getattr(torch.distributed, name)
         monkeypatch.setattr(
@@ -204,10 +195,10 @@ def test_launches_and_collectives_of_a_micro_batch(ranks, monkeypatch):
 
     found = threads.run(ranks, work)
     products_of = 3 * min(ranks, 2)  # blocks of 8, 8 and 4 rows
-    assert launches.count("target_kernel") == ranks
-    assert launches.count("scaled_exp_kernel") == launches.count("weigh_kernel") == products_of * ranks
-    assert launches.count("surrogate_kernel") == products_of * ranks
-    assert launches.count("scatter_kernel") == 3 * ranks
+    assert launches["target_kernel"] == ranks
+    assert launches["scaled_exp_kernel"] == launches["weigh_kernel"] == products_of * ranks
+    assert launches["surrogate_kernel"] == products_of * ranks
+    assert launches["scatter_kernel"] == 3 * ranks
     assert collectives.count("all_gather_into_tensor") == (products_of * ranks if ranks > 1 else 0)
     assert collectives.count("all_reduce") == (2 * ranks if ranks > 1 else 0)  # and the hidden states' gradient
     wanted = expected(hidden, weight, loss_of(fields))
@@ -215,21 +206,6 @@ def test_launches_and_collectives_of_a_micro_batch(ranks, monkeypatch):
     assert (found[0][0].logprobs.double() - wanted[0]).abs().max() <= 4e-6
     assert error(found[0][1], wanted[1]) <= 1e-5
     assert error(torch.cat([each[2] for each in found]), wanted[2]) <= 1e-5
-
-
-class Counted:
-    """A kernel that leaves its name behind with every launch."""
-
-    def __init__(self, name: str, kernel: object, launches: list[str], lock: threading.Lock):
-        self._name, self._kernel, self._launches, self._lock = name, kernel, launches, lock
-
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*arguments: object, **options: object) -> None:
-            with self._lock:
-                self._launches.append(self._name)
-                self._kernel[grid](*arguments, **options)
-
-        return launch
 
 
 def test_the_rounding_is_what_the_pages_say():
