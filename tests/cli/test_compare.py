@@ -270,11 +270,11 @@ def test_units_that_cannot_be_counted_are_named(records, message, tmp_path, cli)
 
 
 def test_samples_of_other_terms_are_not_the_objectives(tmp_path):
-    """They have no advantages, and no aggregation of the objective counts them."""
+    """No aggregation of the objective counts them, even if they have advantages."""
     header = HEADER | {"version": 3}
     records = random_records(random.Random(5))
     of_term = [
-        {name: value for name, value in record.items() if name not in ("advantage", "old_logprobs", "reward")}
+        {name: value for name, value in record.items() if name not in ("old_logprobs", "reward")}
         | {"term": "sft", "prompt_id": f"sft {i}", "rollout_id": f"sft {i}"}
         for i, record in enumerate(records[:4])
     ]
