@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,13 @@ class TermFields:
 
     weights: Tensor | None = None  # None: those of the objective
     mask: Tensor | None = None  # bool; None: the tokens of the objective
+
+
+class TermRows(NamedTuple):
+    """The weights and the mask of one loss term, its own or those of the objective."""
+
+    weights: Tensor
+    mask: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,11 +59,21 @@ class TokenFields:
         """The weights of the policy term."""
         return self.weights if self.corrections is None else self.weights * self.corrections
 
-    def of_term(self, name: str) -> TermFields:
+    @property
+    def topk(self) -> TopK:
+        """The teacher's top-k tokens, for who knows that a term reads them."""
+        return cast(TopK, self.teacher_topk)
+
+    @property
+    def hidden(self) -> TeacherStates:
+        """The teacher's hidden states, for who knows that a term reads them."""
+        return cast(TeacherStates, self.teacher_hidden)
+
+    def of_term(self, name: str) -> TermRows:
         """Weights and mask of a loss term; without its own, those of the objective."""
         own = self.terms.get(name, TermFields())
         mask = self.objective_mask if own.mask is None else own.mask
-        return TermFields(weights=self.weights if own.weights is None else own.weights, mask=mask)
+        return TermRows(self.weights if own.weights is None else own.weights, mask)
 
     @property
     def objective_mask(self) -> Tensor:

@@ -49,18 +49,18 @@ def loss_of(
     policy_loss: PolicyLoss, outputs: Sequence[Tensor], vocabulary: Vocabulary, impl: str
 ) -> PolicyGradientLoss:
     """The loss from the `outputs` of its reader's statistics; differentiable."""
-    logprobs, entropy, *details = outputs
-    if impl == "triton" and policy_loss.terms.reads_topk:
+    (logprobs, entropy, *details), ids = outputs, policy_loss.topk_ids
+    if impl == "triton" and ids is not None:
         from megatron_pg.kernels.triton.topk_loss import topk_loss
 
-        return topk_loss(policy_loss, outputs, policy_loss.topk_ids, vocabulary)
+        return topk_loss(policy_loss, outputs, ids, vocabulary)
     if impl == "triton" and policy_loss.token_kernel:
         from megatron_pg.kernels.triton.surrogate import surrogate_loss
 
         return surrogate_loss(policy_loss, logprobs, entropy)
-    if policy_loss.terms.reads_topk:
+    if ids is not None:
         head, tail = details
-        return policy_loss(logprobs, entropy, topk_logprobs(head, tail, policy_loss.topk_ids, vocabulary))
+        return policy_loss(logprobs, entropy, topk_logprobs(head, tail, ids, vocabulary))
     return policy_loss(logprobs, entropy, divergence=details[0] if details else None)
 
 

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from operator import attrgetter
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from megatron_pg.batch.fields import TokenFields
+from megatron_pg.batch.sequences import Sequences
 from megatron_pg.declarations.loss_terms import KINDS, OBJECTIVE, LossTerm
 from megatron_pg.kernels.sampling_masks import Restriction
 from megatron_pg.kernels.teacher import Form
@@ -144,7 +146,7 @@ class PolicyLoss:
         if not self.terms.reads_topk:
             return None
         readers = [self.fields.of_term(term.name).mask for term in self.terms.further if term.reads_topk]
-        return torch.where(torch.stack(readers).any(dim=0)[:, None], self.fields.teacher_topk.ids, -1)
+        return torch.where(torch.stack(readers).any(dim=0)[:, None], self.fields.topk.ids, -1)
 
     def restriction(self, entropy: bool) -> Restriction | None:
         """What the log-probabilities, and the entropies, are over; None: the whole vocabulary everywhere.
@@ -186,6 +188,7 @@ class PolicyLoss:
         loss, token_losses = self._policy_term(losses, kept, select)
         further, term_losses = self._terms(tokens, logprobs, entropy, topk, divergence)
         loss = loss if further is None else loss + further
+        named = None if topk is None else torch.where(cast(Tensor, self.topk_ids) >= 0, topk.head.detach().exp(), 0)
         if self.terms.grad_divisor != 1.0:
             loss = loss.detach() + (loss - loss.detach()) / self.terms.grad_divisor
         return PolicyGradientLoss(
@@ -198,7 +201,7 @@ class PolicyLoss:
             kept,
             None if tokens.sequence_log_ratios is None else tokens.sequence_log_ratios.detach(),
             tokens.sequence_advantages,
-            None if topk is None else torch.where(self.topk_ids >= 0, topk.head.detach().exp(), 0).sum(dim=1).to(dtype),
+            None if named is None else named.sum(dim=1).to(dtype),
         )
 
     def _tokens(self, logprobs: Tensor, select: Callable[[Tensor], Tensor]) -> tuple[Tokens, Tensor | None]:
@@ -218,13 +221,14 @@ class PolicyLoss:
         if objective.averaged is not None:
             own = torch.where(mask, objective.averaged(Tokens(**tokens), objective.parameters), 0)
             rows.append(own.detach())
-        averages = list(fields.sequences.averages(torch.stack(rows))) if rows else []
+        sequences = cast(Sequences, fields.sequences)  # where they are read
+        averages = list(sequences.averages(torch.stack(rows))) if rows else []
         kept = ~((advantages < 0) & (averages.pop(0) > self.terms.opsm_threshold)) if anchor else None
         if averages:
             # the value of the sequence, the gradient of the token
             through = log_ratios - log_ratios.detach()
             tokens |= {"sequence_log_ratios": averages[0] + through, "sequence_advantages": averages[1]}
-            tokens["sequence_lengths"] = fields.sequences.trained_tokens(old.dtype)
+            tokens["sequence_lengths"] = sequences.trained_tokens(old.dtype)
         if objective.averaged is not None:
             tokens["sequence_average"] = averages[2] + (own - own.detach())
         return Tokens(**tokens), kept
@@ -241,7 +245,7 @@ class PolicyLoss:
         # Every token moves the one loss of its sequence, which weighs what all of them do: to share the average leaves
         # the sum as it is and makes the gradient its own, on tokens that are rejected too.
         weights = weights if kept is None else torch.where(kept, weights, 0)
-        return (self.fields.sequences.averages(weights[None])[0] * losses).sum(), token_losses
+        return (cast(Sequences, self.fields.sequences).averages(weights[None])[0] * losses).sum(), token_losses
 
     def _terms(
         self,
@@ -258,10 +262,12 @@ class PolicyLoss:
             shared = policy if own.mask is self.fields.objective_mask else None
             known = self._of_term(term, own.mask, shared, logprobs, entropy)
             if term.reads_topk:
-                known = replace(known, categories=self._categories(term, own.mask, topk), mixture=term.mixture)
+                categories = self._categories(term, own.mask, cast(TopKLogprobs, topk))
+                known = replace(known, categories=categories, mixture=term.mixture)
             if term.reads_hidden:
-                whole = 0 if divergence is None else divergence
-                known = replace(known, whole_divergence=torch.where(own.mask, whole, logprobs.new_zeros(())))
+                zero = logprobs.new_zeros(())
+                whole = torch.where(own.mask, zero if divergence is None else divergence, zero)
+                known = replace(known, whole_divergence=whole)
             losses.append(KINDS[term.kind].load()(known))
             sums.append(term.weight * (torch.where(own.mask, own.weights.to(logprobs.dtype), 0) * losses[-1]).sum())
         return (sum(sums[1:], start=sums[0]), torch.stack(losses).detach()) if sums else (None, None)
@@ -283,13 +289,13 @@ class PolicyLoss:
             logprobs=select(logprobs) if shared is None else shared.logprobs,
             log_ratios=log_ratios,
             against=None if against is None else select(old if against == "old_logprobs" else getattr(fields, against)),
-            entropy=select(entropy) if term.kind == "entropy" else None,
+            entropy=select(cast(Tensor, entropy)) if term.kind == "entropy" else None,
             estimator=term.estimator,
         )
 
     def _categories(self, term: LossTerm, mask: Tensor, topk: TopKLogprobs) -> Categories:
         """The named tokens and the tail, of student and teacher, float64; none where the token is not of the term."""
-        teacher = self.fields.teacher_topk
+        teacher = self.fields.topk
         floor = 1.0 if term.tail_floor is None else term.tail_floor  # without a tail nothing is read
         exist = torch.cat([teacher.ids >= 0, (topk.has_tail & (term.tail_floor is not None))[:, None]], dim=1)
         exist &= mask[:, None]

@@ -30,6 +30,11 @@ class Form(NamedTuple):
     name: str  # forward_kl, reverse_kl or jsd
     share: float | None = None  # β
 
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Of teacher and student in the mixture; zeros without one."""
+        return (0.0, 0.0) if self.share is None else (self.share, 1.0 - self.share)
+
 
 class TeacherRowStatistics(NamedTuple):
     """Statistics of a student's and a teacher's distribution, [T] each."""
@@ -103,7 +108,7 @@ class TeacherReader(Reader[TeacherRowStatistics]):
         elif self._form.name == "reverse_kl":
             pulled = _times(q, log_q - log_p)
         else:
-            pulled = (1 - self._form.share) * _times(q, log_q - log_m)
+            pulled = self._form.shares[1] * _times(q, log_q - log_m)
         of_divergence = by_divergence[:, None] * (pulled - q * rows.centers[:, None]) / self._vocabulary.temperature
         plain = RowStatistics(*rows[:4])
         own = logprobs.gradient(student, self._targets[chunk], plain, by_logprob, by_entropy, self._vocabulary)
@@ -130,8 +135,9 @@ class TeacherReader(Reader[TeacherRowStatistics]):
     def _mixture_sums(self, student: Tensor, teacher: Tensor, rows: TeacherRowStatistics) -> Tensor:
         """[c, 2] of this rank's columns: the jsd and Σ q f."""
         log_q, log_p, log_m = _logs(student, teacher, rows, self._form, self._vocabulary)
-        of_q = (1 - self._form.share) * _times(log_q.exp(), log_q - log_m).sum(dim=1)
-        return torch.stack([self._form.share * _times(log_p.exp(), log_p - log_m).sum(dim=1) + of_q, of_q], dim=1)
+        of_teacher, of_student = self._form.shares
+        of_q = of_student * _times(log_q.exp(), log_q - log_m).sum(dim=1)
+        return torch.stack([of_teacher * _times(log_p.exp(), log_p - log_m).sum(dim=1) + of_q, of_q], dim=1)
 
     def _pair(self, z: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
         z = self._vocabulary.hide_padding(z)

@@ -59,8 +59,8 @@ class HeadGradients:
             torch._assert_async(
                 (factor - 1).abs() < UPSTREAM_TOLERANCE,
                 "the loss of the fused head was given another upstream gradient than its grad_scale, for which the "
-                "weight "
-                "gradient is already in main_grad, so the step would be wrong. Pass that scale, or use recompute",
+                "weight gradient is already in main_grad, so the step would be wrong. Pass that scale, or use "
+                "recompute",
             )
             factor = None
         if factor is not None and self._of_hidden is not None:
@@ -114,10 +114,11 @@ class Gradients(HeadGradients):
 
     def _multiply(self, block: slice) -> None:
         parts = [part[: block.stop - block.start] for part in self._parts]
-        if self._of_hidden is not None and self._rows is None:
-            self._of_hidden[block] = sum_of_products(parts, self._weight)
-        elif self._of_hidden is not None:
-            self._of_hidden.index_copy_(0, self._rows[block], sum_of_products(parts, self._weight))
+        if self._of_hidden is not None:
+            if self._rows is None:
+                self._of_hidden[block] = sum_of_products(parts, self._weight)
+            else:
+                self._of_hidden.index_copy_(0, self._rows[block], sum_of_products(parts, self._weight))
         if self._of_weight is not None:
             states = products.states(self._hidden, self._rows, block)
             for part in parts:
@@ -134,10 +135,9 @@ class _WeightGradient:
         self._weight = weight
         has_protocol = hasattr(weight, "grad_added_to_main_grad") and not hasattr(weight, "get_main_grad")
         self._is_megatrons = main_grad is None and has_protocol
-        self.total = weight.main_grad if self._is_megatrons else main_grad
-        self.is_elsewhere = self.total is not None  # not for autograd to add
-        if not self.is_elsewhere:
-            self.total = torch.zeros_like(weight, dtype=logits_dtype(weight))
+        given: Tensor | None = weight.main_grad if self._is_megatrons else main_grad
+        self.is_elsewhere = given is not None  # not for autograd to add
+        self.total = torch.zeros_like(weight, dtype=logits_dtype(weight)) if given is None else given
 
     def for_autograd(self, factor: Tensor | None) -> Tensor | None:
         """The weight's gradient that the backward returns."""

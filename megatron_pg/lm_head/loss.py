@@ -200,7 +200,7 @@ def _losses(
     for chunk, z, rows in chunks.with_rows():
         loss, slopes = loss_and_slopes(policy_loss.at(chunk), rows, vocabulary, impl)
         yield loss
-        scaled = tuple(slope * grad_scale for slope in slopes)
+        scaled = tuple(None if slope is None else slope * grad_scale for slope in slopes)
         chunks.reader.write_gradient(z, gradients.buffer(chunk, z), chunk, rows, scaled)
         gradients.take(chunk, z)
 

@@ -1,6 +1,7 @@
 """The teacher in the head: its hidden states and weight, and its logits of a chunk of rows."""
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor |
     Raises:
         ValueError: the teacher's weight is missing or does not fit the student's.
     """
-    known = policy_loss.fields.teacher_hidden
+    known, form = policy_loss.fields.hidden, cast(Form, policy_loss.terms.whole_form)
     if teacher_weight is None:
         raise ValueError(
             "teacher_weight is missing, so a loss term over a teacher's whole vocabulary would have no logits of it. "
@@ -58,7 +59,7 @@ def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor |
             "student's columns, in its dtype."
         )
     states = known.states.to(weight.device, non_blocking=True).to(weight.dtype)
-    return Teacher(form=policy_loss.terms.whole_form, slots=known.slots, states=states, weight=teacher_weight)
+    return Teacher(form=form, slots=known.slots, states=states, weight=teacher_weight)
 
 
 class TeacherLogits:

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from megatron_pg.batch.fields import TokenFields, TopK
+from megatron_pg.batch.fields import TokenFields
 from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels.policy_loss import LossTerms, PolicyGradientLoss
 from megatron_pg.metrics import gap
@@ -92,25 +92,23 @@ class TokenValues:
     def of_term(self, name: str) -> tuple[Tensor, Tensor]:
         """Weights and losses of a loss term's tokens, 0 elsewhere."""
         names, own = [term.name for term in self.terms.further], self.fields.of_term(name)
-        weights = torch.where(_known(own.mask), _known(own.weights), 0)
+        weights = torch.where(own.mask, own.weights, 0)
         return weights, _known(self.result.term_losses)[names.index(name)]
 
     def teacher_mass(self, name: str) -> Tensor:
         """Σ_S p of the loss term's tokens, 0 elsewhere."""
-        return torch.where(_known(self.fields.of_term(name).mask), 1.0 - self._teacher.tails, 0)
+        return torch.where(self.fields.of_term(name).mask, 1.0 - self.fields.topk.tails, 0)
 
     def student_mass(self, name: str) -> Tensor:
         """Σ_S q of the loss term's tokens, 0 elsewhere."""
-        return torch.where(_known(self.fields.of_term(name).mask), _known(self.result.student_mass), 0)
+        return torch.where(self.fields.of_term(name).mask, _known(self.result.student_mass), 0)
 
     def is_floored(self, term: LossTerm) -> Tensor:
         """Whether a token's teacher tail is raised: only at the term's tokens, and if some ids are not named."""
-        is_low = _known(self.fields.of_term(term.name).mask) & (self._teacher.tails < cast(float, term.tail_floor))
-        return is_low if self.vocab_size is None else is_low & ((self._teacher.ids >= 0).sum(dim=1) < self.vocab_size)
-
-    @property
-    def _teacher(self) -> TopK:
-        return cast(TopK, self.fields.teacher_topk)
+        is_low = self.fields.of_term(term.name).mask & (self.fields.topk.tails < cast(float, term.tail_floor))
+        return (
+            is_low if self.vocab_size is None else is_low & ((self.fields.topk.ids >= 0).sum(dim=1) < self.vocab_size)
+        )
 
     @property
     def total(self) -> Tensor:

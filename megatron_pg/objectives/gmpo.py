@@ -1,5 +1,7 @@
 """The clipped surrogate of a whole sequence by the geometric mean of its tokens' clipped ratios."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ def gmpo(tokens: Tokens, parameters: Parameters) -> Tensor:
 
     Source: Geometric-Mean Policy Optimization, arXiv 2507.20673.
     """
-    return -ratio(tokens.sequence_average) * tokens.sequence_advantages
+    return -ratio(cast(Tensor, tokens.sequence_average)) * cast(Tensor, tokens.sequence_advantages)
 
 
 def averaged(tokens: Tokens, parameters: Parameters) -> Tensor:

@@ -1,5 +1,7 @@
 """The clipped surrogate of a whole sequence: one ratio, one advantage, one decision to clip."""
 
+from typing import cast
+
 from torch import Tensor
 
 from megatron_pg.objectives.grpo import clipped_surrogate
@@ -18,7 +20,7 @@ def gspo(tokens: Tokens, parameters: Parameters) -> Tensor:
 
     Source: Group Sequence Policy Optimization, arXiv 2507.18071.
     """
-    return clipped_surrogate(tokens.sequence_ratios, tokens.sequence_advantages, parameters)
+    return clipped_surrogate(tokens.sequence_ratios, cast(Tensor, tokens.sequence_advantages), parameters)
 
 
 def outside(tokens: Tokens, parameters: Parameters) -> tuple[Tensor, Tensor]:

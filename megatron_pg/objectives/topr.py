@@ -15,7 +15,7 @@ def topr(tokens: Tokens, parameters: Parameters) -> Tensor:
 
     Source: Tapered Off-Policy REINFORCE, arXiv 2503.14286, whose sum over tokens is `constant` with divisor 1.
     """
-    return _tapered(tokens, tokens.sequence_log_ratios * tokens.sequence_lengths)
+    return _tapered(tokens, tokens.sequence_log_weights)
 
 
 def topr_token(tokens: Tokens, parameters: Parameters) -> Tensor:

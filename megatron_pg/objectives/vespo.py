@@ -16,7 +16,7 @@ def vespo(tokens: Tokens, parameters: Parameters) -> Tensor:
 
     Source: Variational Sequence-Level Soft Policy Optimization, arXiv 2602.10693.
     """
-    log_weights = (tokens.sequence_log_ratios * tokens.sequence_lengths).detach()
+    log_weights = tokens.sequence_log_weights.detach()
     clamped = log_weights.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     scalar = tokens.advantages.new_full  # a Python number in `where` would become float32
     k, rate = (

@@ -1,6 +1,5 @@
 """verl: its worker with our engine on two real ranks, from its wheel; and inherited and refused options without it."""
 
-import json
 import math
 import os
 import re
@@ -8,11 +7,12 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import host_runs
 import launches
-import processes
 import pytest
 import torch
 from host_cases import refused_flags
+from host_runs import LIMIT
 from processes import ROOT, environment
 
 from megatron_pg.args import ArgumentError
@@ -21,7 +21,6 @@ from megatron_pg.hosts.verl.install import install
 from megatron_pg.hosts.verl.options import KEY, RESPONSE_LENGTH, checked
 from megatron_pg.hosts.verl.samples import samples_of
 
-LIMIT = 1e-6  # of float32 against float64
 FOLDER = Path(os.environ.get("VERL", ROOT / ".venv" / "verl-0.9.1"))  # the Makefile installs it
 LAYOUTS = ("dp2", "cp2", "pp2", "tp2", "tp2, whole sequences")
 needs_verl = pytest.mark.skipif(not FOLDER.is_dir(), reason="needs verl 0.9.1: make .venv/verl-0.9.1, or VERL=")
@@ -32,11 +31,8 @@ def on_ranks(folder, full):
     """What two processes found."""
     if not FOLDER.is_dir():
         return None
-    env = environment()
-    env["PYTHONPATH"] += os.pathsep + str(FOLDER)  # last: its wheels have a folder `tests` too
-    script = str(ROOT / "tests/hosts/programs/verl_ranks.py")
-    processes.wait_for(processes.on_ranks(2, env, script, str(folder), "full" if full else "fast"))
-    return json.loads((folder / "verl.json").read_text(encoding="utf-8"))
+    path = environment()["PYTHONPATH"] + os.pathsep + str(FOLDER)  # last: its wheels have a folder `tests` too
+    return host_runs.figures(folder, "verl_ranks", full=full, PYTHONPATH=path, TRITON_INTERPRET="1")
 
 
 def figures(on_ranks, kind: str, name: str) -> list[float]:

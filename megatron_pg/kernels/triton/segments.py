@@ -4,13 +4,14 @@
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_pg.batch.sequences import Sequences
 from megatron_pg.kernels.policy_loss import PolicyLoss
 from megatron_pg.kernels.triton.terms import numbers_of
 from megatron_pg.kernels.triton.tiles import FUSED
@@ -56,11 +57,12 @@ def sequence_fields(policy_loss: PolicyLoss, logprobs: Tensor) -> SequenceFields
 
 def _sum(policy_loss: PolicyLoss, logprobs: Tensor, sums: Tensor, constants: dict[str, Any]) -> None:
     fields, kernel, anchor = policy_loss.fields, policy_loss.token_kernel, policy_loss.terms.opsm_anchor
+    sequences = cast(Sequences, fields.sequences)
     averaged = kernel.load_averaged() if kernel is not None and kernel.load_averaged is not None else None
     anchors = fields.mask if anchor is None else getattr(fields, anchor)
     read = [fields.old_logprobs, anchors, fields.advantages, fields.corrected_weights, fields.mask]
-    read += [fields.sequences.order, fields.sequences.lengths]
-    tensors = logprobs, *(values.contiguous() for values in read), sums
+    read += [sequences.order, sequences.lengths]
+    tensors = logprobs, *(cast(Tensor, values).contiguous() for values in read), sums
     options = {"AVERAGED": averaged, "BLOCK": BLOCK, "num_warps": 8} | constants | FUSED
     segment_kernel[(sums.shape[1],)](*tensors, sums.shape[1], numbers_of(policy_loss), **options)
 

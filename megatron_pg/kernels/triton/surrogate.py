@@ -113,7 +113,7 @@ def _evaluate(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> _Pe
         sizes = len(logprobs), sequences.pointers.sums.shape[-1]
         launch = surrogate_kernel[(triton.cdiv(len(logprobs), BLOCK),)]
         launch(*read, out, *sizes, *numbers, *scalars, **options, BLOCK=BLOCK)
-    return _PerToken(*(values if known else None for values, known in zip(out.unbind(), is_found, strict=True)))
+    return _PerToken._make(values if known else None for values, known in zip(out.unbind(), is_found, strict=True))
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron_pg.kernels.readers import Slopes, filled
-from megatron_pg.kernels.teacher import Form, TeacherLogits, TeacherReader, TeacherRowStatistics
+from megatron_pg.kernels.teacher import TeacherLogits, TeacherReader, TeacherRowStatistics
 from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, LOWEST, logprob_and_entropy
 from megatron_pg.kernels.triton.vocab_parallel import COMBINE_ROWS, READ, Walk, log2_scale
 from megatron_pg.kernels.vocabulary import Vocabulary
@@ -53,7 +53,7 @@ class TritonTeacherReader(TeacherReader):
     def _mixture_sums(self, student: Tensor, teacher: Tensor, rows: TeacherRowStatistics) -> Tensor:
         sums = torch.empty(len(student), 2, dtype=torch.float32, device=student.device)
         sizes = self._vocabulary.valid, student.stride(0), teacher.stride(0), log2_scale(self._vocabulary)
-        options = MIX.options(student) | {"NUMBERS": _numbers_of(self._form)}
+        options = MIX.options(student) | {"NUMBERS": self._form.shares}
         mixture_kernel[(len(student),)](student, teacher, *_sums_of(rows), sums, *sizes, **options)
         return sums
 
@@ -65,18 +65,13 @@ class TritonTeacherReader(TeacherReader):
         by_outputs = [slope.contiguous() for slope in filled(slopes, rows)]
         sizes = student.shape[1], vocabulary.valid, vocabulary.first, vocabulary.size, blocks
         strides = student.stride(0), teacher.stride(0), out.stride(0)
-        options = WRITE.options(student) | {"FORM": self._form.name, "NUMBERS": _numbers_of(self._form)}
+        options = WRITE.options(student) | {"FORM": self._form.name, "NUMBERS": self._form.shares}
         launch = gradient_kernel[(len(student) * blocks,)]
         launch(*tensors, *by_outputs, *sizes, *strides, log2_scale(vocabulary), **options)
 
 
 def _sums_of(rows: TeacherRowStatistics) -> tuple[Tensor, ...]:
     return rows.peaks, rows.totals, rows.teacher_peaks, rows.teacher_totals
-
-
-def _numbers_of(form: Form) -> tuple[float, float]:
-    """β and 1 - β of a jsd."""
-    return (0.0, 0.0) if form.share is None else (form.share, 1.0 - form.share)
 
 
 @triton.jit

@@ -5,7 +5,7 @@
 `PolicyLoss`, the specification, is torch; its `token_kernel` says whether these are all the terms that there are.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -74,7 +74,7 @@ def numbers_of(policy_loss: PolicyLoss) -> tuple[float, ...]:
 def term_constants(policy_loss: PolicyLoss) -> dict[str, Any]:
     """What a kernel is compiled for: the functions of objective and KL estimator, and whether H is in the loss."""
     kernel, (kl, bonus) = policy_loss.token_kernel, _terms(policy_loss)
-    estimator = None if kl is None else getattr(token_kernels, KL_ESTIMATORS[kl.estimator].function)
+    estimator = None if kl is None else getattr(token_kernels, KL_ESTIMATORS[cast(str, kl.estimator)].function)
     return {"TOKEN_KERNEL": kernel.load() if kernel else None, "KL": estimator, "BONUS": bonus is not None}
 
 

@@ -29,6 +29,8 @@ class ScaledExpGradients(HeadGradients):
         needed: which of hidden states and weight need a gradient, as autograd has it.
     """
 
+    _rows: Tensor  # this head is told which
+
     def __init__(
         self, hidden: Tensor, weight: Tensor, rows: Tensor, vocabulary: Vocabulary, head: Head, needed: tuple[bool, ...]
     ):

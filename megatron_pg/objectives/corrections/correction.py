@@ -9,6 +9,7 @@ before context parallelism slices anything: a factor is one more weight. Log-rat
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -82,6 +83,11 @@ _LEVELS: dict[str, Callable[[Tensor], Tensor]] = {
 _DIVERGENCES = {"k1": lambda x: -x, "k2": lambda x: x.square() / 2, "k3": lambda x: ratio(x) - 1 - x}
 
 
+def of_trained(sample: Sample, values: Tensor | None) -> Tensor:
+    """[n] of the sample's trained tokens; that the values are there, the correction's declaration requires."""
+    return cast(Tensor, values)[sample.loss_mask]
+
+
 def correction_factors(samples: Sequence[Sample], correction: Correction) -> Factors | None:
     """[sum of R] float64 factor and [sum of R] bool kept, 1 and False where masked; None when data do not decide.
 
@@ -92,7 +98,7 @@ def correction_factors(samples: Sequence[Sample], correction: Correction) -> Fac
     factors_of = declared.load()
     if factors_of is None and not (declared.selection and declared.reads == "rollout_logprobs"):
         return None
-    trained = [(s.old_logprobs[s.loss_mask], s.rollout_logprobs[s.loss_mask]) for s in samples]
+    trained = [(of_trained(s, s.old_logprobs), of_trained(s, s.rollout_logprobs)) for s in samples]
     informative = sum(int((old != 0).sum()) for old, _ in trained)  # a certain token is 0 under both
     if informative >= _ENOUGH and all(torch.equal(old, rollout) for old, rollout in trained):
         raise ValueError(

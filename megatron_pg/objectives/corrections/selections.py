@@ -12,12 +12,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from megatron_pg.declarations.corrections import CORRECTIONS
-from megatron_pg.objectives.corrections.correction import Correction
+from megatron_pg.objectives.corrections.correction import Correction, of_trained
 from megatron_pg.rollouts.sample import Sample
 
 MOST_PARTS = 40  # of an exact sum: 53 bits each of all that float64 has
@@ -62,18 +63,19 @@ class TokenSelection:
 
 def covariance(sample: Sample, advantage: float, logprob: float) -> Tensor:
     """(A - mean A)(log π_old - mean log π_old), from the means over the step (2505.22617)."""
-    trained = sample.loss_mask
-    return (sample.advantages[trained].double() - advantage) * (sample.old_logprobs[trained].double() - logprob)
+    advantages, logprobs = of_trained(sample, sample.advantages), of_trained(sample, sample.old_logprobs)
+    return (advantages.double() - advantage) * (logprobs.double() - logprob)
 
 
 def squared_gap(sample: Sample) -> Tensor:
     """d² (2510.01161)."""
-    return (sample.old_logprobs - sample.rollout_logprobs)[sample.loss_mask].double().square()
+    gaps = of_trained(sample, sample.old_logprobs) - of_trained(sample, sample.rollout_logprobs)
+    return gaps.double().square()
 
 
 def entropy(sample: Sample) -> Tensor:
     """H of the sampling policy (2506.01939)."""
-    return sample.old_entropies[sample.loss_mask].double()
+    return of_trained(sample, sample.old_entropies).double()
 
 
 def check_size(samples: Sequence[Sample], correction: Correction) -> None:
@@ -83,8 +85,8 @@ def check_size(samples: Sequence[Sample], correction: Correction) -> None:
         ValueError: one is beyond 1e100.
     """
     declared = CORRECTIONS[correction.name].selection
-    for sample in samples if declared else ():
-        for name in declared.reads:
+    for sample in samples:
+        for name in declared.reads if declared else ():
             values = getattr(sample, name)
             if (bad := sample.loss_mask & (values.abs() > _LARGEST)).any():
                 k = int(bad.nonzero()[0])
@@ -95,23 +97,23 @@ def check_size(samples: Sequence[Sample], correction: Correction) -> None:
                 )
 
 
-# --- which are chosen ---
+# --- which are chosen; the numbers of a correction that its declaration reads are there ---
 
 
 def largest(step: StepKeys, correction: Correction) -> TokenSelection:
     """The ⌊f·T⌋ largest keys."""
-    return _first(step.keys, share(correction.fraction, len(step.keys)))
+    return _first(step.keys, share(cast(float, correction.fraction), len(step.keys)))
 
 
 def second_moment(step: StepKeys, correction: Correction) -> TokenSelection:
     """As many of the largest keys as it takes until the mean of the others is at most hi; all, where none is."""
-    ordered, size = step.keys.sort().values, len(step.keys)
+    ordered, size, high = step.keys.sort().values, len(step.keys), cast(float, correction.high)
     means = ordered.cumsum(0) / torch.arange(1, size + 1)
     slack = size * 2.0**-50  # more than the sums are rounded by
-    fewest, most = (int((means <= correction.high * factor).sum()) for factor in (1 - slack, 1 + slack))
+    fewest, most = (int((means <= high * factor).sum()) for factor in (1 - slack, 1 + slack))
 
     def is_beyond(kept: int) -> bool:  # fsum rounds once, so its sign is exact
-        return math.fsum([*ordered[:kept].tolist(), *[-correction.high] * kept]) > 0
+        return math.fsum([*ordered[:kept].tolist(), *[-high] * kept]) > 0
 
     kept = fewest + bisect.bisect_left(range(fewest + 1, most + 1), True, key=is_beyond)
     return _first(step.keys, size - kept)
@@ -119,9 +121,9 @@ def second_moment(step: StepKeys, correction: Correction) -> TokenSelection:
 
 def drawn_between(step: StepKeys, correction: Correction) -> TokenSelection:
     """⌊f·T⌋ tokens, drawn from those with lo < key < hi; all of them where there are fewer."""
-    candidates = (step.keys > correction.low) & (step.keys < correction.high)
+    candidates = (step.keys > cast(float, correction.low)) & (step.keys < cast(float, correction.high))
     number = int(candidates.sum())
-    count = min(share(correction.fraction, len(step.keys)), number)
+    count = min(share(cast(float, correction.fraction), len(step.keys)), number)
     drawn = torch.where(candidates, step.draws(), -1.0) if count else step.keys
     return TokenSelection(_first(drawn, count).tokens, None, number)
 
@@ -129,7 +131,7 @@ def drawn_between(step: StepKeys, correction: Correction) -> TokenSelection:
 def below_quantile(step: StepKeys, correction: Correction) -> TokenSelection:
     """The keys below the (1 - f) quantile, linearly interpolated: not the 1 + ⌊f·(T - 1)⌋ largest, nor their equals."""
     size = len(step.keys)
-    least = step.keys.kthvalue(size - share(correction.fraction, size - 1)).values
+    least = step.keys.kthvalue(size - share(cast(float, correction.fraction), size - 1)).values
     return TokenSelection(step.keys < least, float(least))
 
 
@@ -171,8 +173,8 @@ def identity_of(sample: Sample) -> int:
 
 def content_of(sample: Sample, keys: Tensor) -> int:
     """64 bits of what may differ between samples of one identity; samples equal in this too have the same loss."""
-    values = (keys, *(each[sample.loss_mask].double() for each in (sample.old_logprobs, sample.advantages)))
-    return _digest(*(each.numpy().tobytes() for each in values))
+    values = (of_trained(sample, each).double() for each in (sample.old_logprobs, sample.advantages))
+    return _digest(*(each.numpy().tobytes() for each in (keys, *values)))
 
 
 def origin_of(seed: int, identity: int, occurrence: int) -> int:

@@ -35,7 +35,7 @@ class Objective:
     parameters: Parameters
 
 
-def objective_of(name: str, **numbers: float | None) -> Objective:
+def objective_of(name: str, **numbers: float) -> Objective:
     """The declared objective with its numbers, which `validate_args` has checked; a missing one has its default."""
     declared = OBJECTIVES[name]
     numbers = {number.name: default for number, default in declared.numbers.items() if default is not None} | numbers

@@ -67,8 +67,8 @@ def _translated(
     found[function] = translated
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
-        if isinstance(getattr(value, "fn", None), types.FunctionType):
-            names[name] = _translated(value.fn, language, found)
+        if isinstance(inner := getattr(value, "fn", None), types.FunctionType):
+            names[name] = _translated(inner, language, found)
         elif getattr(value, "__name__", None) == "triton.language":
             names[name] = language
         elif value is not None:

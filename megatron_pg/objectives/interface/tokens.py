@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -70,4 +71,9 @@ class Tokens:
     @cached_property
     def sequence_ratios(self) -> Tensor:
         """R, the geometric mean of r over the whole sequence; its gradient is the token's own."""
-        return ratio(self.sequence_log_ratios)
+        return ratio(cast(Tensor, self.sequence_log_ratios))
+
+    @cached_property
+    def sequence_log_weights(self) -> Tensor:
+        """log W, of the product of r over the whole sequence; its gradient is the token's own."""
+        return cast(Tensor, self.sequence_log_ratios) * cast(Tensor, self.sequence_lengths)

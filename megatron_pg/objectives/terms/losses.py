@@ -1,6 +1,10 @@
-"""The losses of loss terms: each maps what is known of its tokens to one loss per token, [T], before weights."""
+"""The losses of loss terms: each maps what is known of its tokens to one loss per token, [T], before weights.
+
+What a loss reads is there: its term's declaration names it.
+"""
 
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 
@@ -37,14 +41,15 @@ def cross_entropy(tokens: TermTokens) -> Tensor:
 
 def divergence(tokens: TermTokens) -> Tensor:
     """The estimator's value of KL(π‖·), from x = log π - log of the other policy."""
-    return KL_ESTIMATORS[tokens.estimator].load()(tokens.logprobs - tokens.against, tokens.log_ratios)
+    estimator = KL_ESTIMATORS[cast(str, tokens.estimator)].load()
+    return estimator(tokens.logprobs - cast(Tensor, tokens.against), tokens.log_ratios)
 
 
 def negative_entropy(tokens: TermTokens) -> Tensor:
     """-H."""
-    return -tokens.entropy
+    return -cast(Tensor, tokens.entropy)
 
 
 def whole_divergence(tokens: TermTokens) -> Tensor:
     """The divergence from the teacher over the whole vocabulary, which the head has made with the logits of both."""
-    return tokens.whole_divergence
+    return cast(Tensor, tokens.whole_divergence)

@@ -9,13 +9,14 @@ for all categories and cancels in the gradient of the logits.
 import math
 from collections.abc import Callable
 from functools import wraps
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from megatron_pg.objectives.terms.losses import TermTokens
+from megatron_pg.objectives.terms.losses import Categories, TermTokens
 
-Form = Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]]  # log Q, log P, how it mixes; [T, C] each
+Form = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]  # log Q, log P, how it mixes; [T, C] each
 
 
 def over_categories(form: Form) -> Callable[[TermTokens], Tensor]:
@@ -23,7 +24,7 @@ def over_categories(form: Form) -> Callable[[TermTokens], Tensor]:
 
     @wraps(form)
     def divergence(tokens: TermTokens) -> Tensor:
-        known = tokens.categories
+        known = cast(Categories, tokens.categories)
         return _Divergence.apply(known.log_q, known.log_p, known.exist, form, tokens.mixture).to(tokens.logprobs.dtype)
 
     return divergence

@@ -1,6 +1,6 @@
-"""verl's worker with our engine on two real ranks: gradients of every step and metrics against plain loops in float64.
+"""verl's worker with our engine on real ranks (`recipe_ranks`): gradients and metrics against plain loops in float64.
 
-python -m torch.distributed.run --nproc-per-node 2 tests/hosts/programs/verl_ranks.py OUT_DIR {fast,full}
+verl and its wheels are on PYTHONPATH.
 """
 
 import itertools
@@ -14,11 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-from cpu import cpu_megatron
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels on a CPU
-cpu_megatron.enable()
 
 import metric_oracle
 import numpy as np
@@ -480,10 +475,9 @@ def refusals(verl: SimpleNamespace) -> dict[str, str]:
     }
 
 
-def main() -> None:
-    folder, full = Path(sys.argv[1]), sys.argv[2] == "full"
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
+def figures() -> dict[str, Any]:
+    """By layout, and what does not depend on it."""
+    folder, full = Path(sys.argv[1]), "FULL" in os.environ
     verl = host.load()
     import megatron_pg.verl  # noqa: F401, what model.external_lib does
 
@@ -491,8 +485,8 @@ def main() -> None:
     for layout, sizes in LAYOUTS.items():
         parallel_state.initialize_model_parallel(**sizes)
         host.SEQUENCE_PARALLEL = layout != "tp2, whole sequences"
-        figures: dict[str, Any] = {", ".join(map(str, each)): case(verl, folder, *each) for each in cases(full, layout)}
-        found[layout] = {"cases": figures, "filled": filled(verl), "floor": floor(verl)}
+        of_cases = {", ".join(map(str, each)): case(verl, folder, *each) for each in cases(full, layout)}
+        found[layout] = {"cases": of_cases, "filled": filled(verl), "floor": floor(verl)}
         temperatures = (1.0, 0.7) if full else (0.7,)
         pairs = itertools.product((False, True), temperatures)
         found[layout]["passes"] = [passes(verl, fused=fused, temperature=tau) for fused, tau in pairs]
@@ -509,11 +503,4 @@ def main() -> None:
             found["worker"] = worker_configured(verl)
             found["refused"], found["resumed"] = refusals(verl), resumed(verl, folder)
         parallel_state.destroy_model_parallel()
-    found["absent"] = sorted(host.ABSENT)
-    if torch.distributed.get_rank() == 0:
-        (folder / "verl.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return found | {"absent": sorted(host.ABSENT)}

@@ -116,7 +116,7 @@ def with_zeros(known: object, *names: str) -> object:
         ("num_segments", tokens([1, 1, 0]), 1.0),
         ("correction_factor", tokens([1, 1, 0], corrections=[0.5, 2.0, 9.0]), 1.25),
         ("rejected_fraction", tokens([1, 1, 1, 1, 0], corrections=[0.0, 2.0, 1.0, 1.0, 0.0]), 0.25),
-        ("rejected_fraction", tokens([1, 1], corrections=[0.0, 2e-9]), 0.5),  # e^-20, a small factor, is no rejection
+        ("rejected_fraction", tokens([1, 1], corrections=[0.0, 2e-9]), 0.5),  # e^-20, a small factor, is kept
     ],
 )
 def test_hand_worked_values_of_further_terms(name, batch, expected):

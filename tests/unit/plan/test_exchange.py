@@ -9,6 +9,7 @@ from fractions import Fraction
 import pytest
 import threads
 import torch
+import torch.distributed as dist
 from samples import divisor_of
 
 from megatron_pg import StepPlanError, plan_step
@@ -118,7 +119,7 @@ def test_every_count_equals_counting_by_hand(full, evidence):
         held = [own + rng.sample(everyone, rng.randint(0, len(everyone))) for own in ranks]
 
         def work(rank: int, rule=rule, size=size, ranks=ranks, held=held) -> WholeStep:
-            group = threads.subgroup(lambda r: 0, size, rank) if size > 1 else None
+            group = dist.group.WORLD if size > 1 else None
             return exchange(table_of(ranks[rank], held[rank], rule), rule, group)
 
         for rank, found in enumerate(threads.run(size, work)):
@@ -195,7 +196,7 @@ def calls_of(work, size: int, monkeypatch) -> tuple[list[object], dict[int, list
     def on_rank(rank: int) -> object:
         with lock:
             of_thread[threading.get_ident()] = rank
-        return work(rank, threads.subgroup(lambda r: 0, size, rank))
+        return work(rank, dist.group.WORLD)
 
     return threads.run(size, on_rank), calls
 
@@ -242,5 +243,5 @@ def test_what_a_rank_sends_follows_its_samples(monkeypatch):
         plan_step([1] * 10, aggregation="sample_mean", rollout_ids=[f"{rank} {i}" for i in range(10)], group=group)
         return sent[threading.get_ident()]
 
-    for found in threads.run(2, lambda rank: work(rank, threads.subgroup(lambda r: 0, 2, rank))):
+    for found in threads.run(2, lambda rank: work(rank, dist.group.WORLD)):
         assert found < 64 * 8 * 22  # ten rollouts, and the one row of no prompts, out and back

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import threads
+import torch.distributed as dist
+from plans import planned
 from samples import make_sample, plain_sample
 
 from megatron_pg import StepPlanError, pack
 from megatron_pg.metrics import Reduction
 from megatron_pg.plan.facts import SampleFacts
-from megatron_pg.plan.plan import plan_from_table
-from megatron_pg.plan.table import PlanRule, local_table_of
+from megatron_pg.plan.table import PlanRule
 from megatron_pg.rollouts.sample import Sample
 
 NAMES = (
@@ -31,11 +32,10 @@ def facts_on_ranks(*cells: list[Sample], num_microbatches: int = 1) -> list[Samp
     """What every data-parallel rank knows of the step."""
 
     def work(rank: int):
-        group = threads.subgroup(lambda r: 0, len(cells), rank) if len(cells) > 1 else None
+        group = dist.group.WORLD if len(cells) > 1 else None
         rule = PlanRule(aggregation="token_mean")
         parts = [cells[rank][k::num_microbatches] for k in range(num_microbatches)]
-        table = local_table_of([pack(part, qkv_format="thd") for part in parts], rule, group)
-        return plan_from_table(table, rule, error=None, group=group).facts
+        return planned([pack(part, qkv_format="thd") for part in parts], rule, group).facts
 
     return threads.run(len(cells), work)
 

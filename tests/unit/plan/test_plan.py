@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import threads
 import torch
+import torch.distributed as dist
+from plans import planned
 from samples import (
     TINY_DENOMINATORS,
     TINY_OBJECTIVE,
@@ -34,13 +36,12 @@ def plan_on_ranks(cells, aggregation, tokens, rollouts, prompts):
     """Plans of every data-parallel rank, each with the samples of its cell."""
 
     def work(rank: int):
-        group = threads.subgroup(lambda r: 0, len(cells), rank)
         return plan(
             [tokens[i] for i in cells[rank]],
             aggregation,
             rollout_ids=[rollouts[i] for i in cells[rank]],
             prompt_ids=[prompts[i] for i in cells[rank]],
-            group=group,
+            group=dist.group.WORLD,
         )
 
     return threads.run(len(cells), work)
@@ -78,10 +79,6 @@ def test_random_steps_agree_with_counting_by_hand():
                 for i, d in zip(cell, found.denominators.tolist(), strict=True):
                     own = sum(t for t, unit in zip(tokens, units, strict=True) if unit == units[i])
                     assert d == len(set(units)) * max(own, 1)
-
-
-def planned(batches: list, rule: PlanRule, group=None):
-    return plan_from_table(local_table_of(batches, rule, group), rule, error=None, group=group)
 
 
 def packed(samples: list[Sample], **layout):
@@ -161,7 +158,7 @@ def test_ids_that_differ_in_anything_are_different_units():
 )
 def test_a_unit_that_may_not_lie_on_two_ranks_is_named(rollouts, kinds, named):
     def work(rank: int):
-        group = threads.subgroup(lambda r: 0, 2, rank)
+        group = dist.group.WORLD
         rule = PlanRule(aggregation="sample_mean", undivided=kinds)
         table = table_of_counts(rule, group, torch.tensor([1]), [rollouts[rank]], ["p"])
         return plan_from_table(table, rule, error=None, group=group)
@@ -189,7 +186,7 @@ class Unreadable(Exception):
 )
 def test_a_ranks_error_reaches_the_others_whatever_its_text_is(error, message):
     def work(rank: int):
-        group = threads.subgroup(lambda r: 0, 2, rank)
+        group = dist.group.WORLD
         rule = PlanRule(aggregation="sample_mean")
         table = table_of_counts(rule, group, torch.tensor([1]), None, None)
         return plan_from_table(None if rank else table, rule, error=error if rank else None, group=group)
@@ -270,9 +267,8 @@ def test_a_divisor_without_constant_is_refused():
 @pytest.mark.parametrize("broken", [0, 1, 2])
 def test_a_mistake_on_one_rank_is_raised_with_its_rank_on_every_rank(broken):
     def work(rank: int):
-        group = threads.subgroup(lambda r: 0, 3, rank)
         with pytest.raises(StepPlanError) as error:
-            plan([1, -5 if rank == broken else 5], "token_mean", group=group)
+            plan([1, -5 if rank == broken else 5], "token_mean", group=dist.group.WORLD)
         return str(error.value)
 
     messages = threads.run(3, work)
@@ -283,9 +279,8 @@ def test_a_mistake_on_one_rank_is_raised_with_its_rank_on_every_rank(broken):
 
 def test_ids_on_one_rank_only_are_refused_on_every_rank():
     def work(rank: int):
-        group = threads.subgroup(lambda r: 0, 2, rank)
         with pytest.raises(StepPlanError, match="rank 1 has rollout_ids and rank 0 has none"):
-            plan([1, 2], "sample_mean", rollout_ids=["a", "b"] if rank else None, group=group)
+            plan([1, 2], "sample_mean", rollout_ids=["a", "b"] if rank else None, group=dist.group.WORLD)
 
     threads.run(2, work)
 
@@ -314,10 +309,9 @@ def test_a_depth_has_a_denominator_of_its_own_tokens(aggregation):
             make_sample(prompt_length=length, mask=mask, rng=rng, rollout_id=rollout, prompt_id=prompt)
             for length, mask, rollout, prompt in on[rank]
         ]
-        group = threads.subgroup(lambda r: 0, 2, rank)
         batches = [packed([sample]) for sample in samples]
         batches += [packed([]) for _ in range(3 - len(batches))]
-        return planned(batches, rule, group)
+        return planned(batches, rule, dist.group.WORLD)
 
     plans = threads.run(2, work)
     for depth in (1, 2):
@@ -348,7 +342,7 @@ def test_a_depth_counts_the_rollouts_that_the_policys_denominators_count():
 
 def test_samples_of_two_ranks_without_rollout_ids_are_rollouts_of_their_own():
     def work(rank: int):
-        return plan([3, 5], "sample_mean", group=threads.subgroup(lambda r: 0, 2, rank))
+        return plan([3, 5], "sample_mean", group=dist.group.WORLD)
 
     for found in threads.run(2, work):
         assert (found.num_rollouts, found.denominators.tolist()) == (4, [12.0, 20.0])
@@ -398,8 +392,7 @@ def test_a_sample_that_lies_on_several_ranks_counts_once_and_all_have_its_denomi
     ranks = on_runs(samples, rng, num_ranks=4, num_microbatches=3)
 
     def work(rank: int):
-        group = threads.subgroup(lambda r: 0, 4, rank)
-        return planned(ranks[rank], rule, group)
+        return planned(ranks[rank], rule, dist.group.WORLD)
 
     whole = planned([packed(samples)], rule)
     expected = {id(sample): value for sample, value in zip(samples, whole.denominators.tolist(), strict=True)}
@@ -428,7 +421,7 @@ def test_a_micro_batch_that_its_ranks_have_otherwise_is_named_on_every_rank(mist
     }[mistake]
 
     def work(rank: int) -> str:
-        group = threads.subgroup(lambda r: 0, 3, rank)
+        group = dist.group.WORLD
         own = [packed([], cp_ranks=ContextRanks(2, 1))] * 2
         table = local_table_of([right, wrong, own][rank], rule, group)
         with pytest.raises(StepPlanError) as caught:

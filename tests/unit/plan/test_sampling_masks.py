@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import simulation
 import threads
+import torch.distributed as dist
 from loss_terms import kl_and_entropy
 from namespaces import arguments
 from samples import plain_sample
@@ -102,10 +103,9 @@ def test_masked_before_the_plan_so_that_the_denominators_follow():
 
 def test_masked_tokens_of_all_ranks_are_counted():
     def work(rank: int) -> int:
-        group = threads.subgroup(lambda _: 0, 2, rank)
         sets = [[[5, 9], [3], [1], [8]], [[4], [3], [1], [8]]][rank]
         mine = sample(sets, old_logprobs=[-0.5, -0.5, 0.0, 0.0], rollout_id=rank)
-        return planned([mine], MASKS, group).plan.num_missing
+        return planned([mine], MASKS, dist.group.WORLD).plan.num_missing
 
     assert threads.run(2, work) == [3, 3]
 
@@ -117,9 +117,8 @@ def test_some_of_a_ranks_samples_or_of_the_ranks_have_one():
     planned([sample(GOOD), sample(None, term="sft", sample_id="t")], supervised)
 
     def work(rank: int):
-        group = threads.subgroup(lambda _: 0, 3, rank)
         samples = [[], [sample(None, rollout_id=1)], [sample(GOOD, rollout_id=2)]][rank]
-        planned(samples, group=group)
+        planned(samples, group=dist.group.WORLD)
 
     with pytest.raises(StepPlanError, match="rank 2 has samples with a sampling mask and rank 1 has none"):
         threads.run(3, work)

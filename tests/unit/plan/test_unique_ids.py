@@ -5,13 +5,14 @@ import random
 
 import pytest
 import threads
+import torch.distributed as dist
+from plans import planned
 from samples import plain_sample
 
 from megatron_pg import StepPlanError, cut_microbatches, pack, plan_step
 from megatron_pg.batch import ContextRanks
 from megatron_pg.declarations.loss_terms import LossTerm
-from megatron_pg.plan.plan import plan_from_table
-from megatron_pg.plan.table import PlanRule, content_of, local_table_of
+from megatron_pg.plan.table import PlanRule, content_of
 from megatron_pg.rollouts.sample import Sample
 
 
@@ -25,9 +26,7 @@ def warning_of(ranks: list[list[Sample]], aggregation: str = "sample_mean", **re
     rule = PlanRule(aggregation=aggregation, **rest)
 
     def work(rank: int) -> str | None:
-        group = threads.subgroup(lambda r: 0, len(ranks), rank)
-        table = local_table_of([pack(ranks[rank], qkv_format="thd")], rule, group)
-        return plan_from_table(table, rule, error=None, group=group).warning
+        return planned([pack(ranks[rank], qkv_format="thd")], rule, dist.group.WORLD).warning
 
     (warning,) = set(threads.run(len(ranks), work))
     return warning
@@ -88,8 +87,7 @@ def test_where_it_cannot_be_told_there_is_a_warning():
 
 
 def plan_ids(rank: int, ids: list[list[str]]):
-    group = threads.subgroup(lambda r: 0, len(ids), rank)
-    return plan_step([1] * len(ids[rank]), aggregation="sample_mean", rollout_ids=ids[rank], group=group)
+    return plan_step([1] * len(ids[rank]), aggregation="sample_mean", rollout_ids=ids[rank], group=dist.group.WORLD)
 
 
 def test_prompts_numbered_on_every_rank_are_a_warning_where_prompts_are_counted():
@@ -153,9 +151,8 @@ def test_the_wrong_data_parallel_rank_is_refused():
     rule, layout = PlanRule(aggregation="sample_mean"), {"num_microbatches": 2, "qkv_format": "thd"}
 
     def work(rank: int, number: int) -> int:
-        group = threads.subgroup(lambda r: 0, 2, rank)
         batches = cut_microbatches(samples, data_parallel_rank=number, data_parallel_size=2, **layout)
-        return plan_from_table(local_table_of(batches, rule, group), rule, error=None, group=group).num_rollouts
+        return planned(batches, rule, dist.group.WORLD).num_rollouts
 
     assert threads.run(2, lambda rank: work(rank, rank)) == [8, 8]
     with pytest.raises(StepPlanError, match="data-parallel ranks 0 and 1 have the same 4 samples"):
@@ -195,11 +192,10 @@ def test_different_samples_are_never_taken_for_copies(full, evidence):
 
         def work(rank: int, ranks=ranks, whole=whole) -> None:
             """A micro-batch that both ranks hold, and one of each."""
-            group = threads.subgroup(lambda r: 0, 2, rank)
             shared = pack(ranks[0], qkv_format="thd", cp_ranks=whole)
             batches = [shared, pack(ranks[1] if rank else [], qkv_format="thd", cp_ranks=ContextRanks(rank, 1))]
             rule = PlanRule(aggregation="token_mean")
-            plan_from_table(local_table_of(batches, rule, group), rule, error=None, group=group)
+            planned(batches, rule, dist.group.WORLD)
 
         threads.run(2, work)
     evidence(cases=cases)
