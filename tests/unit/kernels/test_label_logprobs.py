@@ -35,7 +35,7 @@ def sharded(logits, targets, temperature, size):
     return threads.run(size, work)
 
 
-@pytest.mark.usefixtures("on_the_device")
+@pytest.mark.usefixtures("on_the_device", "small_tiles")
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 3.0])
 @pytest.mark.parametrize("vocab_size", [None, 11])

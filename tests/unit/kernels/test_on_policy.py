@@ -13,7 +13,7 @@ from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
 from megatron_pg.objectives import objective_of
 
-pytestmark = [pytest.mark.usefixtures("on_the_device")]
+pytestmark = pytest.mark.usefixtures("on_the_device", "small_tiles")
 ROWS, COLUMNS = 6, 13
 OBJECTIVES = {
     "grpo": {"clip_eps_low": 0.2, "clip_eps_high": 0.2},

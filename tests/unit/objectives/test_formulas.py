@@ -282,6 +282,7 @@ def test_a_value_that_is_not_finite_at_a_trained_token_stays_visible(name):
     assert torch.isnan(loss(bad).loss)
 
 
+@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_triton_equals_torch_in_float32(name):
     generator = torch.Generator().manual_seed(7)
