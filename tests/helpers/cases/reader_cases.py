@@ -214,7 +214,7 @@ class ReaderCase:
             ids, logprobs = f.teacher_topk.ids[t], f.teacher_topk.logprobs[t]
             named = [each[ids >= 0].tolist() for each in (ids, logprobs)]
             row = token_oracle.topk_divergence(term.kind, z.tolist(), *named, **options, floor=FLOOR)
-        return row.value + (torch.from_numpy(row.gradient) * (z - z.detach())).sum()
+        return row.value + (torch.as_tensor(row.gradient, device=z.device) * (z - z.detach())).sum()
 
 
 def _read(masks: dict[str, Tensor], terms: tuple[LossTerm, ...]) -> Tensor:
