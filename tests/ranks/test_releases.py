@@ -5,7 +5,6 @@ The installed release runs with every test. The others run in the full tier, fro
 """
 
 import json
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -68,14 +67,10 @@ def folder(request, full) -> Path:
 
 
 def check_contract(release: str, cases: int, evidence, *first: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(processes.TESTS / "helpers/runs/contract.py"), str(cases)],
-        env=processes.environment(*first),
-        capture_output=True,
-        text=True,
-        timeout=processes.HANG,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    script = str(processes.TESTS / "helpers/runs/contract.py")
+    environment = processes.environment(*first)
+    python = sys.executable if first else processes.with_warm_python(environment)["PYTHON"]
+    done = processes.run([python, script, str(cases)], environment)
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["release"] == release
     assert all(lucky <= 0.1 * figures["cases"] for lucky in figures["lucky"])  # the refused pairs of tuple and flag
