@@ -176,10 +176,10 @@ file = MetricsFile(sys.argv[1])
 worker = os.fork()
 if worker == 0:  # as a worker of a data loader, which outlives a trainer that is killed
     file.close()  # must not take the trainer's lock away
+    os.write(1, b"closed\\n")
     os.close(1)
     os.read(0, 1)
     os._exit(0)
-print(worker, flush=True)
 os.read(0, 1)
 """
 
@@ -188,7 +188,7 @@ def test_a_forked_worker_does_not_keep_the_file_of_a_killed_trainer(tmp_path):
     path = tmp_path / "m.jsonl"
     command = [sys.executable, "-c", FORKED_WORKER, path]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
-        trainer.stdout.readline()  # the worker runs, and waits for its standard input
+        assert trainer.stdout.readline() == "closed\n"  # by the worker, which waits for its standard input
         with pytest.raises(ValueError, match=rf"m\.jsonl is being written by pid {trainer.pid} on host"):
             MetricsFile(path)
         trainer.kill()
