@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import launches
+from processes import PACKAGE
 
 import megatron_pg
 
@@ -19,7 +20,7 @@ def checked(folder: Path, source: str) -> list[str]:
     file.write_text(source, encoding="utf-8")
     cache = ["--cache-dir", str(ROOT / ".mypy_cache"), "--config-file", str(ROOT / "pyproject.toml")]
     command = [sys.executable, "-m", "mypy", *cache, "--check-untyped-defs", "--no-implicit-reexport", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # tests change the folder
+    done = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, check=False)  # tests change the folder
     assert not done.stderr, done.stderr
     return [line.partition("users.py:")[2] for line in done.stdout.splitlines() if "users.py:" in line]
 
