@@ -59,7 +59,8 @@ def begin(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen:
     It yields to the tests of this process, which use one core only: they are done sooner, and then it has both.
     """
     command = [*warm.YIELDING, *command]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, env=env, cwd=PACKAGE, text=True, **pipes)  # tests change the folder
     RUNNING.add(process)
     return process
 
