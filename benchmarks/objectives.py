@@ -34,15 +34,11 @@ SHAPES = [
     (1000, 50304, torch.bfloat16),  # whose time is the host's
 ]
 SEQUENCE = 1024
-NUMBERS = {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "dual_clip": 3.0, "cispo_cap": 1.5} | {
-    "sapo_tau_pos": 1.0,
-    "sapo_tau_neg": 1.05,
-    "dppo_delta_low": 0.05,
-    "dppo_delta_high": 0.1,
-    "dro_beta": 0.5,
-    "ipo_delta_low": 0.05,
-    "ipo_delta_high": 0.1,
-    "ipo_tau": 0.1,
+NUMBERS = {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "cap": 3.0, "beta": 0.5, "tau": 0.1} | {
+    "tau_pos": 1.0,
+    "tau_neg": 1.05,
+    "delta_low": 0.05,
+    "delta_high": 0.1,
 }
 
 

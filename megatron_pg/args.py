@@ -15,6 +15,7 @@ import warnings
 from megatron_pg.declarations.choices import IMPLEMENTATIONS, METRIC_LEVELS
 from megatron_pg.flags.aggregation import (
     add_aggregation_arguments,
+    add_reducer_argument,
     aggregation_violations,
     aggregation_warnings,
     objective_source_warnings,
@@ -26,7 +27,14 @@ from megatron_pg.flags.errors import ArgumentError, ArgumentNotice, ArgumentWarn
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import add_head_arguments, head_violations, head_warnings
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
-from megatron_pg.flags.objective import add_objective_arguments, objective_violations, objective_warnings
+from megatron_pg.flags.moved import add_moved_arguments
+from megatron_pg.flags.objective import (
+    add_objective_arguments,
+    add_penalty_arguments,
+    add_weight_arguments,
+    objective_violations,
+    objective_warnings,
+)
 from megatron_pg.flags.sampling_masks import add_sampling_mask_arguments, sampling_mask_violations
 from megatron_pg.flags.terms import add_term_arguments, term_violations
 from megatron_pg.flags.values import choice, number
@@ -37,6 +45,7 @@ __all__ = [
     "ArgumentWarning",
     "add_arguments",
     "checkpoint_changes",
+    "default_arguments",
     "disagreement",
     "own_arguments",
     "rank_snapshot",
@@ -53,11 +62,30 @@ _NOT_OF_THE_LOSS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add megatron_pg's flags to Megatron's parser and return it (an `extra_args_provider`)."""
-    group = parser.add_argument_group("policy gradient (megatron_pg)")
-    add_aggregation_arguments(group)
+    """Add megatron_pg's flags to Megatron's parser and return it (an `extra_args_provider`).
+
+    The group of the common flags is the first one.
+    """
+    common = parser.add_argument_group("megatron_pg: objective and aggregation")
+    add_aggregation_arguments(common)
+    add_objective_arguments(common)
     temperature = "Temperature of the rollouts, > 0: log-probabilities are of softmax(logits / TAU). Default 1.0."
-    group.add_argument("--pg-temperature", type=float, default=1.0, metavar="TAU", help=temperature)
+    common.add_argument("--pg-temperature", type=float, default=1.0, metavar="TAU", help=temperature)
+    add_penalty_arguments(common)
+    weights = parser.add_argument_group("megatron_pg: custom functions, weights and denominators")
+    add_reducer_argument(weights)
+    add_weight_arguments(weights)
+    terms = parser.add_argument_group("megatron_pg: further loss terms and sampling masks")
+    add_term_arguments(terms)
+    add_sampling_mask_arguments(terms)
+    add_head_arguments(parser.add_argument_group("megatron_pg: LM head and kernels"))
+    add_documents_arguments(parser.add_argument_group("megatron_pg: steps of a fixed number of documents"))
+    _add_run_arguments(parser.add_argument_group("megatron_pg: metrics and startup"))
+    add_moved_arguments(parser)
+    return parser
+
+
+def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
     metrics = (
         "none: pg_loss only; basic: also ratio, KL, clip fraction, advantages, counts; with_entropy: also the exact "
         "entropy."
@@ -67,27 +95,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "Do not warn when trainer and rollout engine differ for several steps. The metrics mismatch/... are kept."
     )
     group.add_argument("--pg-no-mismatch-advice", action="store_true", help=no_mismatch_advice)
-    kernel = (
-        "Implementation of log-probabilities and loss. Default: triton on CUDA, torch elsewhere. There is no fallback."
-    )
-    group.add_argument("--pg-kernel", choices=IMPLEMENTATIONS, help=kernel)
     dry_run = (
         "Validate the arguments, compare them between ranks, print the effective objective and exit with code 0, "
         "before model and data are built. The same as MEGATRON_PG_DRY_RUN=1 in the environment."
     )
     group.add_argument("--pg-dry-run", action="store_true", help=dry_run)
-    add_objective_arguments(group)
-    add_term_arguments(group)
-    add_sampling_mask_arguments(group)
-    add_head_arguments(group)
-    add_documents_arguments(parser.add_argument_group("documents per step (megatron_pg)"))
-    return parser
+
+
+def default_arguments() -> dict[str, object]:
+    """The attributes that `add_arguments` defines, with their defaults."""
+    return vars(add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([]))
 
 
 def own_arguments() -> tuple[str, ...]:
     """Names of the attributes that `add_arguments` defines."""
-    defaults = add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([])
-    return tuple(vars(defaults))
+    return tuple(default_arguments())
 
 
 def validate_args(args: argparse.Namespace) -> argparse.Namespace:

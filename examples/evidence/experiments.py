@@ -54,7 +54,7 @@ ARMS = {
     "float32-head": Arm(f"{TOKEN_MEAN} --fp32-lm-head"),
     "grpo-4-steps": Arm(FOUR_STEPS),
     "gspo-4-steps": Arm(f"{FOUR_STEPS} --pg-objective gspo --pg-clip-eps-low 3e-4 --pg-clip-eps-high 4e-4"),
-    "cispo-4-steps": Arm(f"{FOUR_STEPS} --pg-objective cispo --pg-clip-eps-low 1 --pg-cispo-cap 1.28"),
+    "cispo-4-steps": Arm(f"{FOUR_STEPS} --pg-objective cispo,cap=1.28 --pg-clip-eps-low 1"),
     "top-p-replayed": Arm(TOP_P),
     "top-p-engine": Arm(f"{TOP_P} --top-p-logprobs engine"),
     "top-p-recomputed": Arm(f"{TOP_P} --top-p-logprobs recomputed"),

@@ -1,9 +1,10 @@
 """`megatron-pg explain`: the objective in force as a formula with numbers, and which factor comes from where."""
 
 import argparse
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
 
-from megatron_pg.args import own_arguments
+from megatron_pg.args import default_arguments, own_arguments
 from megatron_pg.cli.launch import Launch, Layout, add_launch_options, layout_of, read_arguments, read_launch
 from megatron_pg.cli.terminal import InputError, say, show_json, table
 from megatron_pg.cli.validate import check
@@ -165,6 +166,7 @@ def _origin(launch: Launch, remarks: tuple[str, ...]) -> Rows:
     others = f"{len(launch.others)} further arguments, which belong to other parsers"
     return [
         ("arguments", launch.source),
+        ("flags", _canonical_line(launch.args) or "none; every flag has its default"),
         ("elsewhere", _elsewhere(launch.args)),
         *(("note", text) for text in remarks),
         ("given", _as_flags(launch.args, launch.given) or "nothing that is read here"),
@@ -179,18 +181,25 @@ def _elsewhere(args: argparse.Namespace) -> str:
     return AGGREGATIONS[args.loss_aggregation].elsewhere
 
 
+def _canonical_line(args: argparse.Namespace) -> str:
+    """The flags of megatron_pg that describe this loss, without those that have their default."""
+    names = [name for name, default in default_arguments().items() if vars(args)[name] != default]
+    return shlex.join(word for flag in _flags(args, names) for word in flag)
+
+
 def _as_flags(args: argparse.Namespace, names: Sequence[str]) -> str:
-    """The arguments as flags, without those that are off or not set."""
-    flags = []
+    return ", ".join(" ".join(flag) for flag in _flags(args, names))
+
+
+def _flags(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """The arguments as the words of their flags, without those that are off or not set."""
     for name in names:
-        value = vars(args)[name]
+        value, flag = vars(args)[name], f"--{name.replace('_', '-')}"
         if name == "pg_term":
-            flags += [f"--pg-term {text}" for text in value or ()]
-            continue
-        words = map(str, value) if isinstance(value, list) else [] if value is True else [f"{value}"]
-        if value is not None and value is not False:
-            flags.append(" ".join((f"--{name.replace('_', '-')}", *words)))
-    return ", ".join(flags)
+            yield from ((flag, text) for text in value or ())
+        elif value is not None and value is not False:
+            words = map(str, value) if isinstance(value, list) else [] if value is True else [f"{value}"]
+            yield flag, *words
 
 
 def _document(

@@ -138,7 +138,8 @@ def read_arguments(launch: Launch) -> dict[str, object]:
 def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...], tuple[str, ...]]:
     """The arguments with our defaults, the names of those that are given, and the words of other parsers."""
     parser = add_arguments(_Parser(prog="the launch", allow_abbrev=False, add_help=False))
-    defaults, our_flags = vars(parser.parse_args([])), set(parser._option_string_actions)
+    defaults = vars(parser.parse_args([]))
+    our_flags = {f"--{name.replace('_', '-')}" for name in defaults}
     parser._option_string_actions["--loss-aggregation"].choices = None  # rule E3 knows other frameworks' words
     for name, keywords in MEGATRON_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **keywords)

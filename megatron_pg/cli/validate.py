@@ -11,6 +11,7 @@ from importlib import import_module
 from megatron_pg.args import ArgumentError, ArgumentNotice, ArgumentWarning, validate_args
 from megatron_pg.cli.launch import MODEL_SIZES, Launch, add_launch_options, layout_of, read_arguments, read_launch
 from megatron_pg.cli.terminal import InputError, say, show_json
+from megatron_pg.flags.facts import Facts
 
 _MOST_RANKS = 2**14  # of one model; Megatron takes seconds to make the groups of more ranks
 
@@ -69,7 +70,7 @@ def check(launch: Launch) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
             if args.pg_custom_objective_path is not None:
                 from megatron_pg.objectives.custom.loading import custom_objective_of  # imports torch
 
-                custom_objective_of(args)
+                custom_objective_of(Facts(args))
         except ArgumentError as error:
             return [*error.violations, *layout], ()
     remarks = (warning for warning in caught if issubclass(warning.category, (ArgumentNotice, ArgumentWarning)))

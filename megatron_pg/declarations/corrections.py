@@ -6,7 +6,7 @@ cov = (A - mean A)(log π_old - mean log π_old).
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from megatron_pg.declarations.declaration import ABOVE_ZERO, Number, Reads, load
@@ -38,76 +38,40 @@ class CorrectionDeclaration:
 
     formula: str
     numbers: Reads = field(default_factory=dict)
+    words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # required options and their choices
     bounds: str | None = None  # what the bounds apply to, if it is never negative
     rejects: str | None = None  # "data" or "model", which decide its rejections; None: it rejects no token
     reads: str | None = None  # field that every sample must have
     anchor: str | None = None  # field that off-policy sequences are measured from, if the model decides
-    factors: tuple[str, ...] | None = None  # function and its first arguments, if data of a sequence decide
+    factors: str | None = None  # the function, if data of a sequence decide
     selection: SelectionDeclaration | None = None  # if data of the whole step decide
 
     def load(self) -> Callable | None:
-        """From log ρ of a sequence's trained tokens and the bounds to factors and kept tokens, or None."""
-        if self.factors is None:
-            return None
-        function, *arguments = self.factors
-        return functools.partial(load(f"megatron_pg.objectives.corrections.correction:{function}"), *arguments)
+        """From its words, log ρ of a sequence's trained tokens and the bounds to factors and kept tokens, or None."""
+        return None if self.factors is None else load(f"megatron_pg.objectives.corrections.correction:{self.factors}")
 
 
-CORRECTION_LOW, CORRECTION_HIGH = (
-    Number(
-        name=name,
-        low=-math.inf,
-        high=math.inf,
-        requirement="finite",
-        help=f"{side} bound of --pg-correction; its meaning and default are the correction's (docs/objectives.md).",
-    )
-    for name, side in (("correction_low", "Lower"), ("correction_high", "Upper"))
-)
-CORRECTION_FRACTION = Number(
-    name="correction_fraction",
-    low=ABOVE_ZERO,
-    high=math.nextafter(1.0, 0.0),
-    requirement="between 0 and 1",
-    help="Fraction of the step's trained tokens that --pg-correction clip_cov, kl_cov or top_entropy selects; the "
-    "default depends on the correction.",
-)
-CORRECTION_COEF = Number(
-    name="correction_coef",
-    low=ABOVE_ZERO,
-    high=math.inf,
-    requirement="finite and > 0",
-    help="Coefficient of the penalty of --pg-correction kl_cov. Default 1.",
-)
-NUMBERS = (CORRECTION_LOW, CORRECTION_HIGH, CORRECTION_FRACTION, CORRECTION_COEF)
+_LOW, _HIGH = (Number(name=name, low=-math.inf, high=math.inf, requirement="finite") for name in ("low", "high"))
+_FRACTION = Number(name="fraction", low=ABOVE_ZERO, high=math.nextafter(1.0, 0.0), requirement="between 0 and 1")
+_COEF = Number(name="coef", low=ABOVE_ZERO, high=math.inf, requirement="finite and > 0")  # of the penalty
 PENALTY = "kl_cov"  # the correction that adds a penalty, and the name of that loss term
 
 
 def _ratio(name: str, formula: str, low: float, high: float, *, rejects: bool) -> CorrectionDeclaration:
     return CorrectionDeclaration(
         formula=formula,
-        numbers={CORRECTION_LOW: low, CORRECTION_HIGH: high},
+        numbers={_LOW: low, _HIGH: high},
         bounds="a ratio of probabilities",
         rejects="data" if rejects else None,
         reads="rollout_logprobs",
-        factors=(name,),
-    )
-
-
-def _rejection(level: str, divergence: str) -> CorrectionDeclaration:
-    low: Reads = {CORRECTION_LOW: -math.inf} if divergence == "k1" else {}
-    return CorrectionDeclaration(
-        formula=f"tokens kept where {level} {divergence} of log ρ is in bounds",
-        numbers={CORRECTION_HIGH: None, **low},
-        rejects="data",
-        reads="rollout_logprobs",
-        factors=("reject", level, divergence),
+        factors=name,
     )
 
 
 def _opsm(anchor: str, shown: str) -> CorrectionDeclaration:
     return CorrectionDeclaration(
         formula=f"0 where A < 0 and the sequence's mean of log {shown} - log π > hi",
-        numbers={CORRECTION_HIGH: None},
+        numbers={_HIGH: None},
         rejects="model",
         reads="rollout_logprobs" if anchor == "rollout_logprobs" else None,
         anchor=anchor,
@@ -132,14 +96,17 @@ CORRECTIONS = {
     ),
     "opsm": _opsm("rollout_logprobs", "π_rollout"),
     "opsm_old": _opsm("old_logprobs", "π_old"),
-    **{
-        f"{level}_{divergence}": _rejection(level, divergence)
-        for level in ("token", "seq_sum", "seq_mean", "seq_max")
-        for divergence in ("k1", "k2", "k3")
-    },
+    "rejection": CorrectionDeclaration(
+        formula="tokens kept where {level} {estimator} of log ρ is in bounds",
+        numbers={_HIGH: None, _LOW: -math.inf},
+        words={"level": ("token", "seq_sum", "seq_mean", "seq_max"), "estimator": ("k1", "k2", "k3")},
+        rejects="data",
+        reads="rollout_logprobs",
+        factors="reject",
+    ),
     "m2po": CorrectionDeclaration(
         formula="0 for those of the step's tokens with the largest (log ρ)² without which its mean is at most hi",
-        numbers={CORRECTION_HIGH: 0.04},
+        numbers={_HIGH: 0.04},
         bounds="a mean of squares",
         rejects="data",
         reads="rollout_logprobs",
@@ -152,22 +119,28 @@ CORRECTIONS = {
     ),
     "clip_cov": CorrectionDeclaration(
         formula="0 for ⌊f·T⌋ of the step's tokens, drawn from those with lo < cov < hi",
-        numbers={CORRECTION_FRACTION: 2e-4, CORRECTION_LOW: 1.0, CORRECTION_HIGH: 5.0},
+        numbers={_FRACTION: 2e-4, _LOW: 1.0, _HIGH: 5.0},
         rejects="data",
         selection=_covariance(choice="drawn_between"),
     ),
     PENALTY: CorrectionDeclaration(
         formula="ℓ + β·|log r| for the ⌊f·T⌋ of the step's tokens with the largest cov",
-        numbers={CORRECTION_FRACTION: 2e-4, CORRECTION_COEF: 1.0},
+        numbers={_FRACTION: 2e-4, _COEF: 1.0},
         selection=_covariance(choice="largest", penalises=True, published_with="reinforce_is"),
     ),
     "top_entropy": CorrectionDeclaration(
         formula="0 for the tokens whose H under the sampling policy is below the (1 - f) quantile of the step",
-        numbers={CORRECTION_FRACTION: 0.2},
+        numbers={_FRACTION: 0.2},
         rejects="data",
         reads="old_entropies",
         selection=SelectionDeclaration(key="entropy", reads=("old_entropies",), choice="below_quantile"),
     ),
+}
+
+ELSEWHERE = {  # names of earlier releases
+    f"{level}_{estimator}": f"rejection,level={level},estimator={estimator},high=…"
+    for level in CORRECTIONS["rejection"].words["level"]
+    for estimator in CORRECTIONS["rejection"].words["estimator"]
 }
 
 

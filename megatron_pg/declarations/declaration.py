@@ -1,4 +1,4 @@
-"""Shared by the tables: numbers that flags set, and functions that are imported on demand."""
+"""Shared by the tables: numbers that flags or their options set, and functions that are imported on demand."""
 
 import difflib
 import functools
@@ -15,32 +15,27 @@ Numbers = Mapping[str, float]  # by the name of the number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
-    """A number of an objective or correction, set by the flag `--pg-` and its name."""
+    """A number of an objective or correction: an option of its flag, as in `--pg-objective cispo,cap=5`."""
 
     name: str
     low: float
     high: float
     requirement: str  # for messages: must be …
-    help: str
-    metavar: str = "X"
-
-    @property
-    def flag(self) -> str:
-        """The flag that sets it."""
-        return "--pg-" + self.name.replace("_", "-")
+    flag: str | None = None  # that sets it; None: it is an option
 
     @property
     def attribute(self) -> str:
-        """The argument that the flag sets."""
-        return f"pg_{self.name}"
+        """The argument that its flag sets; the option's name if it has no flag."""
+        return self.name if self.flag is None else self.flag.lstrip("-").replace("-", "_")
 
 
 Reads = Mapping[Number, float | None]  # numbers that are read, each with its default or None
 
 
-def resolved(reads: Reads, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers that are read, by name: values of `given` (arguments by attribute), or else defaults."""
-    return {n.name: default if given[n.attribute] is None else given[n.attribute] for n, default in reads.items()}
+def resolved(reads: Reads, given: Mapping[str, float | None]) -> dict[str, Any]:
+    """The numbers that are read, by name: values of `given` (arguments and options by attribute), or else defaults."""
+    values = {number: given.get(number.attribute) for number in reads}
+    return {number.name: reads[number] if value is None else value for number, value in values.items()}
 
 
 @functools.cache

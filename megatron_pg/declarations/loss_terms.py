@@ -98,6 +98,7 @@ class LossTerm:
     mixture: float | None = None  # β or α of a teacher's divergence
     temperature: float | None = None  # of the teacher, of a top-k divergence; None: 1
     tail_floor: float | None = None  # lower bound of the teacher's tail probability, of a top-k divergence with a tail
+    head: str | None = None  # PATH[:NAME] of the teacher's output layer, of a divergence over the whole vocabulary
 
     @property
     def _kind(self) -> TermKind:
@@ -147,15 +148,16 @@ class LossTerm:
         is_weighted = self.estimator is not None and KL_ESTIMATORS[self.estimator].is_weighted
         return (() if against is None else (against,)) + (("old_logprobs",) if is_weighted else ())
 
-    def resolved(self, aggregation: str, divisor: float | None, tail_floor: float = TAIL_FLOOR) -> "LossTerm":
-        """Fill in missing options: aggregation and divisor of the objective, estimator and mixture of the kind."""
+    def resolved(self, aggregation: str, divisor: float | None) -> "LossTerm":
+        """Fill in missing options: aggregation and divisor of the objective, the rest of the kind."""
         kind = self._kind
         mixture = kind.mixture.default if self.mixture is None and kind.mixture else self.mixture
+        floor = TAIL_FLOOR if self.tail_floor is None else self.tail_floor
         complete = dataclasses.replace(
             self,
             estimator=self.estimator or kind.estimator,
             mixture=mixture,
-            tail_floor=tail_floor if kind.reads_topk and kind.has_tail else None,
+            tail_floor=floor if kind.reads_topk and kind.has_tail else None,
         )
         if complete.aggregation:
             return complete

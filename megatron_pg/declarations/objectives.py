@@ -50,75 +50,33 @@ CLIP_EPS_LOW = Number(
     low=0.0,
     high=1.0,
     requirement="between 0 and 1 (1 switches the bound off)",
-    help="Lower clip bound of the probability ratio is 1 - EPS; 0 <= EPS <= 1, 1 switches it off. Default 0.2 (gspo "
-    "and gspo_token: 3e-4; cispo: 1).",
-    metavar="EPS",
+    flag="--pg-clip-eps-low",
 )
 CLIP_EPS_HIGH = Number(
-    name="clip_eps_high",
-    low=0.0,
-    high=math.inf,
-    requirement="finite and >= 0",
-    help="Upper clip bound of the probability ratio is 1 + EPS; EPS >= 0. Default 0.2 (DAPO clip-higher: 0.28; gspo "
-    "and gspo_token: 4e-4).",
-    metavar="EPS",
+    name="clip_eps_high", low=0.0, high=math.inf, requirement="finite and >= 0", flag="--pg-clip-eps-high"
 )
 
 
-def _above(name: str, low: float, text: str) -> Number:
-    bound = 1 if low == ABOVE_ONE else 0
-    return Number(name=name, low=low, high=math.inf, requirement=f"finite and > {bound}", help=text)
+def _positive(name: str) -> Number:
+    return Number(name=name, low=ABOVE_ZERO, high=math.inf, requirement="finite and > 0")
 
 
-DUAL_CLIP = _above(
-    "dual_clip",
-    ABOVE_ONE,
-    "c of --pg-objective dual_clip: cap of r where A < 0. With dppo_tv and dppo_kl: cap of the weight r for either "
-    "sign of A; default: none.",
-)
-CISPO_CAP = Number(
-    name="cispo_cap",
+CAP = Number(name="cap", low=ABOVE_ONE, high=math.inf, requirement="finite and > 1")  # of the ratio
+WEIGHT_CAP = Number(
+    name="cap",
     low=1.0,
     high=math.inf,
-    requirement="finite and >= 1 (an absolute cap of the ratio: 5 means r <= 5)",
-    help="Upper bound of the weight of --pg-objective cispo. Absolute: 1.28 is what others call an upper eps of 0.28.",
+    requirement="finite and >= 1 (an absolute cap of the ratio: 1.28 is what others call an upper eps of 0.28)",
 )
-SAPO_TAU_POS = _above("sapo_tau_pos", ABOVE_ZERO, "τ of --pg-objective sapo where A > 0. Default 1.")
-SAPO_TAU_NEG = _above("sapo_tau_neg", ABOVE_ZERO, "τ of --pg-objective sapo elsewhere. Default 1.05.")
-DPPO_DELTA_LOW = _above(
-    "dppo_delta_low",
-    ABOVE_ZERO,
-    "Trust region of --pg-objective dppo_tv (a probability) or dppo_kl (nats) where A < 0.",
-)
-DPPO_DELTA_HIGH = _above("dppo_delta_high", ABOVE_ZERO, "The same where A > 0.")
-
-DRO_BETA = _above("dro_beta", ABOVE_ZERO, "β of --pg-objective dro: strength of its pull back to π_old.")
-IPO_DELTA_LOW = _above(
-    "ipo_delta_low",
-    ABOVE_ZERO,
-    "How far below π_old a token's probability may lie under --pg-objective ipo. Default 0.2.",
-)
-IPO_DELTA_HIGH = _above("ipo_delta_high", ABOVE_ZERO, "How far above it. Default 0.2.")
-IPO_TAU = Number(
-    name="ipo_tau",
-    low=0.0,
-    high=math.inf,
-    requirement="finite and >= 0",
-    help="τ of --pg-objective ipo: strength of its pull back to π_old; 0 switches it off. Default 1e-3.",
-)
-VESPO_K_POS = _above("vespo_k_pos", ABOVE_ZERO, "k of --pg-objective vespo where A > 0. Default 2.")
-VESPO_LAMBDA_POS = _above("vespo_lambda_pos", ABOVE_ZERO, "λ of --pg-objective vespo where A > 0. Default 3.")
-VESPO_K_NEG = _above("vespo_k_neg", ABOVE_ZERO, "k of --pg-objective vespo elsewhere. Default 3.")
-VESPO_LAMBDA_NEG = _above("vespo_lambda_neg", ABOVE_ZERO, "λ of --pg-objective vespo elsewhere. Default 2.")
-GMPO_EPS_LOW = _above(
-    "gmpo_eps_low",
-    ABOVE_ZERO,
-    "Lower clip bound of a token's log-ratio under --pg-objective gmpo is -EPS, in nats, where A < 0. Default 0.4.",
-)
-GMPO_EPS_HIGH = _above("gmpo_eps_high", ABOVE_ZERO, "Upper bound, where A >= 0. Default 0.4.")
+TAU_POS, TAU_NEG = _positive("tau_pos"), _positive("tau_neg")
+DELTA_LOW, DELTA_HIGH = _positive("delta_low"), _positive("delta_high")
+BETA = _positive("beta")
+TAU = Number(name="tau", low=0.0, high=math.inf, requirement="finite and >= 0 (0 switches the pull off)")
+K_POS, LAMBDA_POS, K_NEG, LAMBDA_NEG = map(_positive, ("k_pos", "lambda_pos", "k_neg", "lambda_neg"))
+EPS_LOW, EPS_HIGH = _positive("eps_low"), _positive("eps_high")  # in nats
 
 _CLIP: Reads = {CLIP_EPS_LOW: 0.2, CLIP_EPS_HIGH: 0.2}
-_DPPO: Reads = {DPPO_DELTA_LOW: None, DPPO_DELTA_HIGH: None, DUAL_CLIP: math.inf}
+_DPPO: Reads = {DELTA_LOW: None, DELTA_HIGH: None, CAP: math.inf}
 _R = "r = exp(log π - log π_old)"
 _SEQUENCE_R = "R = exp(mean of log r over the sequence)"
 _PRODUCT = "W = Π r over the sequence"
@@ -126,9 +84,8 @@ _PRODUCT = "W = Π r over the sequence"
 
 def _trust_region(unit: str) -> dict[str, str]:
     return {
-        "trust region": f"{{dppo_delta_high:g}} where A > 0, {{dppo_delta_low:g}} where A < 0, {unit}  "
-        "(--pg-dppo-delta-high/-low)",
-        "cap": "c = {dual_clip:g}, for both signs of A  (--pg-dual-clip)",
+        "trust region": f"{{delta_high:g}} where A > 0, {{delta_low:g}} where A < 0, {unit}  (delta_high, delta_low)",
+        "cap": "c = {cap:g}, for both signs of A  (cap)",
     }
 
 
@@ -163,8 +120,8 @@ OBJECTIVES = {
     ),
     "dual_clip": ObjectiveDeclaration(
         formula=f"ℓ = -min(r·A, clip(r)·A), and min(that, -c·A) where A < 0, {_R}",
-        numbers={**_CLIP, DUAL_CLIP: None},
-        bounds={"clip": _clipped("r"), "dual clip": "c = {dual_clip:g}  (--pg-dual-clip)"},
+        numbers={**_CLIP, CAP: None},
+        bounds={"clip": _clipped("r"), "dual clip": "c = {cap:g}  (cap)"},
     ),
     "gspo": _gspo(
         formula=f"ℓ = -min(R·Ā, clip(R)·Ā), {_SEQUENCE_R}, Ā = mean of A",
@@ -176,13 +133,13 @@ OBJECTIVES = {
     ),
     "cispo": ObjectiveDeclaration(
         formula=f"ℓ = -sg[min(max(r, lo), cap)]·A·log π, {_R}",
-        numbers={CLIP_EPS_LOW: 1.0, CISPO_CAP: None},
-        bounds={"clip": "weight in [{lower:g}, {cispo_cap:g}]  (--pg-clip-eps-low, --pg-cispo-cap, which is absolute)"},
+        numbers={CLIP_EPS_LOW: 1.0, WEIGHT_CAP: None},
+        bounds={"clip": "weight in [{lower:g}, {cap:g}]  (--pg-clip-eps-low, cap, which is absolute)"},
     ),
     "sapo": ObjectiveDeclaration(
         formula=f"ℓ = -(4/τ)·σ(τ(r - 1))·A, {_R}",
-        numbers={SAPO_TAU_POS: 1.0, SAPO_TAU_NEG: 1.05},
-        bounds={"tau": "{sapo_tau_pos:g} where A > 0, else {sapo_tau_neg:g}  (--pg-sapo-tau-pos/-neg)"},
+        numbers={TAU_POS: 1.0, TAU_NEG: 1.05},
+        bounds={"tau": "{tau_pos:g} where A > 0, else {tau_neg:g}  (tau_pos, tau_neg)"},
     ),
     "dppo_tv": ObjectiveDeclaration(
         formula=f"ℓ = -sg[min(r, c)]·A·log π where |π - π_old| is inside the trust region, {_R}",
@@ -197,9 +154,7 @@ OBJECTIVES = {
     "reinforce": ObjectiveDeclaration(formula="ℓ = -A·log π"),
     "reinforce_is": ObjectiveDeclaration(module="megatron_pg.objectives.reinforce", formula=f"ℓ = -r·A, {_R}"),
     "dro": ObjectiveDeclaration(
-        formula=f"ℓ = -A·log π + (β/2)·(log r)², {_R}",
-        numbers={DRO_BETA: None},
-        bounds={"pull": "β = {dro_beta:g}  (--pg-dro-beta)"},
+        formula=f"ℓ = -A·log π + (β/2)·(log r)², {_R}", numbers={BETA: None}, bounds={"pull": "β = {beta:g}  (beta)"}
     ),
     "topr": ObjectiveDeclaration(
         formula=f"ℓ = -sg[c]·A·log π, c = 1 where A >= 0, else min(W, 1), {_PRODUCT}, {_R}", reads_sequences=True
@@ -209,29 +164,25 @@ OBJECTIVES = {
     ),
     "ipo": ObjectiveDeclaration(
         formula=f"ℓ = -r·A where π - π_old is inside the band, and everywhere + τ·(log r)², {_R}",
-        numbers={IPO_DELTA_LOW: 0.2, IPO_DELTA_HIGH: 0.2, IPO_TAU: 1e-3},
+        numbers={DELTA_LOW: 0.2, DELTA_HIGH: 0.2, TAU: 1e-3},
         bounds={
-            "band": "π - π_old in [-{ipo_delta_low:g}, {ipo_delta_high:g}], for both signs of A  "
-            "(--pg-ipo-delta-low/-high)",
-            "pull": "τ = {ipo_tau:g}  (--pg-ipo-tau)",
+            "band": "π - π_old in [-{delta_low:g}, {delta_high:g}], for both signs of A  (delta_low, delta_high)",
+            "pull": "τ = {tau:g}  (tau)",
         },
     ),
     "vespo": ObjectiveDeclaration(
         formula=f"ℓ = -sg[φ]·A·log π, φ = W^k·exp(λ(1 - W)), {_PRODUCT}, {_R}",
-        numbers={VESPO_K_POS: 2.0, VESPO_LAMBDA_POS: 3.0, VESPO_K_NEG: 3.0, VESPO_LAMBDA_NEG: 2.0},
+        numbers={K_POS: 2.0, LAMBDA_POS: 3.0, K_NEG: 3.0, LAMBDA_NEG: 2.0},
         bounds={
-            "k, λ": "{vespo_k_pos:g}, {vespo_lambda_pos:g} where A > 0, else {vespo_k_neg:g}, {vespo_lambda_neg:g}  "
-            "(--pg-vespo-k-pos, --pg-vespo-lambda-pos, -neg)"
+            "k, λ": "{k_pos:g}, {lambda_pos:g} where A > 0, else {k_neg:g}, {lambda_neg:g}  "
+            "(k_pos, lambda_pos, k_neg, lambda_neg)"
         },
         reads_sequences=True,
     ),
     "gmpo": ObjectiveDeclaration(
         formula=f"ℓ = -G·A, G = exp(mean over the sequence of log r clipped towards A), {_R}",
-        numbers={GMPO_EPS_LOW: 0.4, GMPO_EPS_HIGH: 0.4},
-        bounds={
-            "clip": "log r <= {gmpo_eps_high:g} where A >= 0, >= -{gmpo_eps_low:g} where A < 0  "
-            "(--pg-gmpo-eps-high/-low)"
-        },
+        numbers={EPS_LOW: 0.4, EPS_HIGH: 0.4},
+        bounds={"clip": "log r <= {eps_high:g} where A >= 0, >= -{eps_low:g} where A < 0  (eps_high, eps_low)"},
         published_with="sample_mean",
         reads_sequences=True,
         has_one_loss_per_sequence=True,
@@ -244,11 +195,6 @@ ELSEWHERE = {
     "vanilla": "grpo",
     "rloo": "reinforce",
     "dppo": "dppo_tv or dppo_kl",
-    "two_sided": "dual_clip, the same loss with the cap as --pg-dual-clip",  # removed in 0.3.0
+    "two_sided": "dual_clip,cap=…, the same loss",  # removed in 0.3.0
 }
 DEFAULT = "grpo"
-
-
-def numbers() -> tuple[Number, ...]:
-    """Every number that an objective reads, once."""
-    return tuple(dict.fromkeys(number for each in OBJECTIVES.values() for number in each.numbers))

@@ -31,6 +31,10 @@ def add_aggregation_arguments(group: argparse._ArgumentGroup) -> None:
         "L of --loss-aggregation constant, in tokens: finite, > 0, no default. Dr. GRPO: the maximum response length."
     )
     group.add_argument("--loss-aggregation-divisor", type=float, metavar="L", help=aggregation_divisor)
+
+
+def add_reducer_argument(group: argparse._ArgumentGroup) -> None:
+    """Add the flag of a custom reducer."""
     group.add_argument(
         "--custom-pg-loss-reducer-function-path",
         metavar="PATH",
@@ -65,7 +69,8 @@ def aggregation_violations(facts: Facts) -> Violations:
             f"contradicts {facts.mode}; remove one"
         )
     yield from _path("--custom-pg-loss-reducer-function-path", facts.reducer_path, REDUCER_PARAMETERS)
-    yield from _path("--pg-custom-objective-path", facts.objective_path, OBJECTIVE_PARAMETERS)
+    path = None if facts.custom_objective is None else facts.custom_objective.name
+    yield from _path("--pg-custom-objective-path", path, OBJECTIVE_PARAMETERS)
 
 
 def _mode_rules(facts: Facts) -> Violations:
@@ -145,7 +150,8 @@ def aggregation_warnings(facts: Facts) -> list[str]:
 
 def objective_source_warnings(facts: Facts) -> list[str]:
     """W9: which file a user's own objective comes from."""
-    if facts.objective_path is None:
+    if facts.custom_objective is None:
         return []
-    file, digest = source_of(load_function(facts.objective_path, OBJECTIVE_PARAMETERS))
-    return [f"ℓ is the objective {facts.objective_path} ({file}, sha256 {digest[:12]})"]
+    path = str(facts.custom_objective.name)
+    file, digest = source_of(load_function(path, OBJECTIVE_PARAMETERS))
+    return [f"ℓ is the objective {path} ({file}, sha256 {digest[:12]})"]

@@ -32,7 +32,7 @@ def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
         *_documents_rows(args),
         ("Megatron", _contract(args)),
         ("layout", _layout(args)),
-        *_head_rows(args),
+        *_head_rows(facts),
         ("kernel", f"{args.pg_kernel or 'triton on CUDA, torch elsewhere'}  (--pg-kernel)"),
         ("metrics", f"{args.pg_metrics}, means over documents for every aggregation  (--pg-metrics)"),
     ]
@@ -65,13 +65,13 @@ def _objective_rows(facts: Facts) -> list[tuple[str, str]]:
     if not facts.has_objective:
         return [("objective", f"none  (--pg-term {POLICY}:{POLICY},weight=0)")]
     numbers = facts.objective_numbers
-    if args.pg_custom_objective_path is not None:
+    if facts.custom_objective is not None:
         shown = ", ".join(f"{name} {value:g}" for name, value in numbers.items())
         return [
-            ("objective", f"ℓ = your own  (--pg-custom-objective-path {args.pg_custom_objective_path})"),
+            ("objective", f"ℓ = a custom function  ({facts.custom_objective})"),
             *([("parameters", shown)] if shown else []),
         ]
-    declared = OBJECTIVES[args.pg_objective]
+    declared = OBJECTIVES[str(facts.selected_objective.name)]
     flag = "" if args.pg_objective == DEFAULT else f"  (--pg-objective {args.pg_objective})"
     return [("objective", declared.formula + flag), *declared.bound_rows(numbers)]
 
@@ -80,9 +80,10 @@ def _term_rows(facts: Facts) -> list[tuple[str, str]]:
     """What is in the loss in addition to the objective; empty by default."""
     args, rows = facts.args, []
     if args.pg_correction != "none":
-        letters = {"correction_low": "lo", "correction_high": "hi", "correction_fraction": "f", "correction_coef": "β"}
+        letters = {"low": "lo", "high": "hi", "fraction": "f", "coef": "β"}
         shown = ", ".join(f"{letters[name]} = {value:g}" for name, value in facts.correction_numbers.items())
-        text = f"{CORRECTIONS[args.pg_correction].formula}, {shown}  (--pg-correction {args.pg_correction})"
+        formula = CORRECTIONS[str(facts.selected_correction.name)].formula.format(**facts.correction_words)
+        text = f"{formula}, {shown}  (--pg-correction {args.pg_correction})"
         rows.append(("correction", text))
     if args.pg_denominator != "scheduled" or args.pg_correction != "none":
         text = DENOMINATORS[args.pg_denominator][2]
@@ -176,7 +177,8 @@ def _aggregation_rows(facts: Facts) -> list[tuple[str, str]]:
     return [("pg_loss", f"{declared.formula}  ({flag})"), ("weight", f"1/δ, δ = {denominator}")]
 
 
-def _head_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
+def _head_rows(facts: Facts) -> list[tuple[str, str]]:
+    args = facts.args
     rounding = "float32" if is_float32(vars(args).get("params_dtype")) else args.fp32_lm_head_backward or "bf16"
     backward = f"backward {rounding}"
     rows = []
@@ -184,8 +186,8 @@ def _head_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
         rows.append(("head", f"fused, logits never stored, {backward}  (--pg-fused-head {args.pg_fused_head})"))
     elif args.fp32_lm_head:
         rows.append(("head", f"float32 logits, stored whole, {backward}  (--fp32-lm-head)"))
-    if args.pg_teacher_head is not None:
-        rows.append(("teacher", f"logits of its hidden states, by {args.pg_teacher_head}  (--pg-teacher-head)"))
+    if (head := facts.teacher_head) is not None:
+        rows.append(("teacher", f"logits of its hidden states, by {head}  (--pg-term …,head=)"))
     if args.pg_vocab_size is not None:
         rows.append(("vocabulary", f"columns from {args.pg_vocab_size} on are padding  (--pg-vocab-size)"))
     return rows

@@ -4,13 +4,12 @@ import argparse
 from functools import cached_property, partial
 from typing import Any
 
-from megatron_pg.declarations import objectives
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS, AggregationDeclaration
-from megatron_pg.declarations.corrections import CORRECTION_COEF, CORRECTIONS, PENALTY, CorrectionDeclaration
-from megatron_pg.declarations.declaration import resolved
-from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, TAIL_FLOOR, LossTerm
-from megatron_pg.declarations.objectives import OBJECTIVES, ObjectiveDeclaration
+from megatron_pg.declarations.corrections import CORRECTIONS, PENALTY, CorrectionDeclaration
+from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, LossTerm
+from megatron_pg.declarations.objectives import CLIP_EPS_HIGH, CLIP_EPS_LOW, OBJECTIVES, ObjectiveDeclaration
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
+from megatron_pg.flags.option_text import Selection
 from megatron_pg.flags.term_text import parse
 
 
@@ -21,7 +20,13 @@ class Facts:
         self.args = args
         self.divisor = args.loss_aggregation_divisor
         self.reducer_path = args.custom_pg_loss_reducer_function_path
-        self.objective_path = args.pg_custom_objective_path
+        self.selected_objective = Selection.of("--pg-objective", args.pg_objective)
+        self.selected_correction = Selection.of("--pg-correction", args.pg_correction)
+        self.custom_objective = (
+            None
+            if args.pg_custom_objective_path is None
+            else Selection.of("--pg-custom-objective-path", args.pg_custom_objective_path)
+        )
         self.per_token = vars(args).get("calculate_per_token_loss", False)
         self.is_mode_given = args.loss_aggregation is not None
         self.mode = args.loss_aggregation if self.is_mode_given else STEP_MEANS[self.per_token is True]  # R2
@@ -45,13 +50,13 @@ class Facts:
     @property
     def objective(self) -> ObjectiveDeclaration | None:
         """The declaration of the objective; None if it is custom or unknown."""
-        name = self.args.pg_objective
-        return OBJECTIVES.get(name) if self.objective_path is None and isinstance(name, str) else None
+        name = self.selected_objective.name
+        return OBJECTIVES.get(name) if self.custom_objective is None and isinstance(name, str) else None
 
     @property
     def correction(self) -> CorrectionDeclaration | None:
         """The declaration of the correction; None if the name is unknown."""
-        name = self.args.pg_correction
+        name = self.selected_correction.name
         return CORRECTIONS.get(name) if isinstance(name, str) else None
 
     @cached_property
@@ -81,16 +86,30 @@ class Facts:
 
     @property
     def objective_numbers(self) -> dict[str, float]:
-        """The objective's numbers by name, given ones before defaults. A custom objective gets all that were set."""
-        if self.objective_path is None:
-            return resolved(OBJECTIVES[self.args.pg_objective].numbers, vars(self.args))
-        given = {each.name: vars(self.args)[each.attribute] for each in objectives.numbers()}
-        return {name: value for name, value in given.items() if value is not None}
+        """The objective's numbers by name, given ones before defaults. A custom objective gets those that are given."""
+        flags = {name: vars(self.args)[name] for name in (CLIP_EPS_LOW.attribute, CLIP_EPS_HIGH.attribute)}
+        if self.custom_objective is None:
+            declared = OBJECTIVES[str(self.selected_objective.name)]
+            return self.selected_objective.resolved(declared.numbers, flags)
+        clip = {number.name: flags[number.attribute] for number in (CLIP_EPS_LOW, CLIP_EPS_HIGH)}
+        return {name: value for name, value in clip.items() if value is not None} | self.custom_objective.numbers
 
     @property
     def correction_numbers(self) -> dict[str, float]:
         """The correction's numbers by name, given ones before defaults."""
-        return resolved(CORRECTIONS[self.args.pg_correction].numbers, vars(self.args))
+        selected = self.selected_correction
+        return selected.resolved(CORRECTIONS[str(selected.name)].numbers, {})
+
+    @property
+    def correction_words(self) -> dict[str, str]:
+        """The correction's options that are words, in the declared order."""
+        selected = self.selected_correction
+        return {option: selected.given[option] for option in CORRECTIONS[str(selected.name)].words}
+
+    @property
+    def teacher_head(self) -> str | None:
+        """PATH[:NAME] of the teacher's output layer, if a loss term reads it."""
+        return next((term.head for term in self.further if term.reads_hidden), None)
 
     @property
     def further(self) -> tuple[LossTerm, ...]:
@@ -100,18 +119,17 @@ class Facts:
             LossTerm, on=OBJECTIVE.name, aggregation=AS_POLICY if args.pg_aux_aggregation == "policy" else step_mean
         )
         aggregation, divisor = (self.mode, self.divisor) if self.reducer_path is None else (step_mean, None)
-        floor = TAIL_FLOOR if args.pg_teacher_tail_floor is None else args.pg_teacher_tail_floor
         terms = [
             make(name="kl", kind="kl", weight=args.pg_kl_coef, estimator=args.pg_kl_estimator),
             make(name="entropy", kind="entropy", weight=args.pg_entropy_coef),
-            *([self._penalty()] if args.pg_correction == PENALTY else []),
-            *(term.resolved(aggregation, divisor, floor) for term in self.given_terms if term.name != OBJECTIVE.name),
+            *([self._penalty()] if self.selected_correction.name == PENALTY else []),
+            *(term.resolved(aggregation, divisor) for term in self.given_terms if term.name != OBJECTIVE.name),
         ]
         return tuple(term for term in terms if term.weight)
 
     def _penalty(self) -> LossTerm:
         """The penalty on the tokens that the correction selects, with the weights of the objective."""
-        weight = self.correction_numbers[CORRECTION_COEF.name]
+        weight = self.correction_numbers["coef"]
         return LossTerm(
             name=PENALTY, kind=PENALTY, weight=weight, on=OBJECTIVE.name, aggregation=AS_POLICY, estimator="abs"
         )

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Iterator
 
-from megatron_pg.declarations.choices import AT_ONCE, HEAD_BACKWARDS, HEAD_MODES
+from megatron_pg.declarations.choices import AT_ONCE, HEAD_BACKWARDS, HEAD_MODES, IMPLEMENTATIONS
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.values import choice
@@ -34,6 +34,10 @@ def add_head_arguments(group: argparse._ArgumentGroup) -> None:
         "Default: all columns of Megatron's padded vocabulary."
     )
     group.add_argument("--pg-vocab-size", type=int, metavar="V", help=vocab_size)
+    kernel = (
+        "Implementation of log-probabilities and loss. Default: triton on CUDA, torch elsewhere. There is no fallback."
+    )
+    group.add_argument("--pg-kernel", choices=IMPLEMENTATIONS, help=kernel)
 
 
 def head_violations(facts: Facts) -> Violations:
@@ -108,9 +112,9 @@ def _entropy_readers(facts: Facts) -> Iterator[str]:
 def _sequence_readers(facts: Facts) -> Iterator[str]:
     """The flags that make the loss of a token depend on its whole sequence."""
     if facts.correction and facts.correction.anchor:
-        yield f"--pg-correction {facts.args.pg_correction}"
+        yield str(facts.selected_correction)
     if facts.objective and facts.objective.reads_sequences:
-        yield f"--pg-objective {facts.args.pg_objective}"
+        yield str(facts.selected_objective)
 
 
 def head_warnings(facts: Facts) -> list[str]:

@@ -1,55 +1,72 @@
 """The flags of the objective: its numbers, correction, KL, entropy, gradient divisor. Needs no torch.
 
-Every objective and correction has its own numbers, with the defaults of its paper. A number that the chosen one does
-not read is an error, and so is a missing number without a default.
+Every objective and correction has its own numbers, the options of its text, with the defaults of its paper. A number
+that the selected one does not read is an error, and so is a missing number without a default.
 """
 
 import argparse
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from megatron_pg.declarations import corrections, objectives
 from megatron_pg.declarations.choices import AUX_AGGREGATIONS, DENOMINATORS, MTP_AGGREGATIONS, OBJECTIVE_PARAMETERS
-from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS
-from megatron_pg.declarations.declaration import ABOVE_ZERO, Number, Reads
-from megatron_pg.declarations.objectives import OBJECTIVES
+from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS, CorrectionDeclaration
+from megatron_pg.declarations.declaration import ABOVE_ZERO, Number
+from megatron_pg.declarations.objectives import CLIP_EPS_HIGH, CLIP_EPS_LOW, OBJECTIVES, ObjectiveDeclaration
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.values import are_numbers, choice, number
 
 
 def add_objective_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of the objective."""
-    objective = "Loss of one token; docs/objectives.md has the formulas. Default grpo, the clipped surrogate of PPO."
-    group.add_argument("--pg-objective", choices=OBJECTIVES, default=objectives.DEFAULT, help=objective)
+    """Add the flags of the objective and its correction."""
+    objective = (
+        f"Objective, the loss of one token, with its numbers: {_listed(OBJECTIVES)}. A number in brackets has a "
+        f"default. docs/objectives.md has the formulas. Default {objectives.DEFAULT}, the clipped surrogate of PPO."
+    )
+    group.add_argument("--pg-objective", default=objectives.DEFAULT, metavar="NAME[,NUMBER=X]...", help=objective)
+    low = (
+        "Lower clip bound of the probability ratio is 1 - EPS; 0 <= EPS <= 1, 1 switches it off. Default 0.2 (gspo and "
+        "gspo_token: 3e-4; cispo: 1)."
+    )
+    group.add_argument(str(CLIP_EPS_LOW.flag), type=float, metavar="EPS", help=low)
+    high = (
+        "Upper clip bound of the probability ratio is 1 + EPS; EPS >= 0. Default 0.2 (DAPO clip-higher: 0.28; gspo and "
+        "gspo_token: 4e-4)."
+    )
+    group.add_argument(str(CLIP_EPS_HIGH.flag), type=float, metavar="EPS", help=high)
+    correction = (
+        "Correction of the policy loss for the mismatch of trainer and rollout engine, with its options: "
+        f"{_listed(CORRECTIONS)}. An option in brackets has a default. docs/objectives.md has the formulas. Default "
+        "none."
+    )
+    group.add_argument("--pg-correction", default="none", metavar="NAME[,OPTION=X]...", help=correction)
+
+
+def _listed(table: Mapping[str, ObjectiveDeclaration] | Mapping[str, CorrectionDeclaration]) -> str:
+    """The names of a table with their options, for --help."""
+    return ", ".join(f"{name}{_options_of(declared)}" for name, declared in table.items())
+
+
+def _options_of(declared: ObjectiveDeclaration | CorrectionDeclaration) -> str:
+    words = declared.words if isinstance(declared, CorrectionDeclaration) else {}
+    required = [f",{option}={'|'.join(choices)}" for option, choices in words.items()]
+    options = [(number.name, default) for number, default in declared.numbers.items() if number.flag is None]
+    return "".join([*required, *(f",{name}=" if default is None else f"[,{name}=]" for name, default in options)])
+
+
+def add_weight_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of a custom objective, of weights and of denominators."""
     custom_objective_path = (
         "package.module:function or package.module.function of a custom objective "
-        f"fn({', '.join(OBJECTIVE_PARAMETERS)}) -> Tensor. It replaces --pg-objective."
+        f"fn({', '.join(OBJECTIVE_PARAMETERS)}) -> Tensor, with its numbers. It replaces --pg-objective."
     )
-    group.add_argument("--pg-custom-objective-path", metavar="PATH", help=custom_objective_path)
-    _add_numbers(group, objectives.numbers())
-    correction = "Correction of the policy loss for the mismatch of trainer and rollout engine. Default none."
-    group.add_argument("--pg-correction", choices=CORRECTIONS, default="none", help=correction)
-    _add_numbers(group, corrections.NUMBERS)
+    group.add_argument("--pg-custom-objective-path", metavar="PATH[,NUMBER=X]...", help=custom_objective_path)
     denominator = (
         "What the denominators count. scheduled: all rollouts and trained tokens. live: only rollouts and prompt "
         "groups with a trained token. kept: only those, and tokens, that --pg-correction does not reject."
     )
     group.add_argument("--pg-denominator", choices=DENOMINATORS, default="scheduled", help=denominator)
-    _add_further_arguments(group)
-
-
-def _add_further_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of KL, entropy, multi-token prediction and gradient divisor."""
-    group.add_argument(
-        "--pg-kl-coef", type=float, default=0.0, metavar="BETA", help="Adds BETA times KL(π‖π_ref). Default 0."
-    )
-    kl_estimator = (
-        "Estimator of --pg-kl-coef; required with it. k3_weighted has the right value and the right gradient."
-    )
-    group.add_argument("--pg-kl-estimator", choices=KL_ESTIMATORS, help=kl_estimator)
-    entropy_coef = "Subtracts ETA times the exact entropy of softmax(z / TAU) over the vocabulary. Default 0."
-    group.add_argument("--pg-entropy-coef", type=float, default=0.0, metavar="ETA", help=entropy_coef)
     aux_aggregation = (
         "Weights of the KL and entropy terms. default: sample_mean, or token_mean with --calculate-per-token-loss. "
         "policy: the weights of the policy loss."
@@ -64,23 +81,30 @@ def _add_further_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--pg-grad-divisor", type=float, default=1.0, metavar="G", help=grad_divisor)
 
 
-def _add_numbers(group: argparse._ArgumentGroup, numbers: Iterable[Number]) -> None:
-    for declared in numbers:
-        group.add_argument(declared.flag, type=float, metavar=declared.metavar, help=declared.help)
+def add_penalty_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of the KL penalty and the entropy bonus."""
+    group.add_argument(
+        "--pg-kl-coef", type=float, default=0.0, metavar="BETA", help="Adds BETA times KL(π‖π_ref). Default 0."
+    )
+    kl_estimator = (
+        "Estimator of --pg-kl-coef; required with it. k3_weighted has the right value and the right gradient."
+    )
+    group.add_argument("--pg-kl-estimator", choices=KL_ESTIMATORS, help=kl_estimator)
+    entropy_coef = "Subtracts ETA times the exact entropy of softmax(z / TAU) over the vocabulary. Default 0."
+    group.add_argument("--pg-entropy-coef", type=float, default=0.0, metavar="ETA", help=entropy_coef)
 
 
 def objective_violations(facts: Facts) -> Violations:
     """Rules E24, E25 and E40 to E44 for the flags of the objective."""
     args = facts.args
-    yield from choice("--pg-objective", args.pg_objective, OBJECTIVES, elsewhere=objectives.ELSEWHERE)
-    yield from choice("--pg-correction", args.pg_correction, CORRECTIONS)
+    yield from _selection_rules(facts)
     yield from choice("--pg-denominator", args.pg_denominator, DENOMINATORS)
     yield from choice("--pg-aux-aggregation", args.pg_aux_aggregation, AUX_AGGREGATIONS)
     if args.pg_kl_estimator is not None:
         yield from choice("--pg-kl-estimator", args.pg_kl_estimator, KL_ESTIMATORS)
-    for declared in (*objectives.numbers(), *corrections.NUMBERS):
+    for declared in (CLIP_EPS_LOW, CLIP_EPS_HIGH):
         if (value := vars(args)[declared.attribute]) is not None:
-            yield from number(declared.flag, value, declared.low, declared.high, declared.requirement)
+            yield from number(str(declared.flag), value, declared.low, declared.high, declared.requirement)
     yield from number("--pg-kl-coef", args.pg_kl_coef, 0.0, math.inf, "finite and >= 0")
     yield from number("--pg-entropy-coef", args.pg_entropy_coef, 0.0, math.inf, "finite and >= 0")
     yield from number("--pg-grad-divisor", args.pg_grad_divisor, ABOVE_ZERO, math.inf, "finite and > 0")
@@ -92,44 +116,52 @@ def objective_violations(facts: Facts) -> Violations:
     yield from _denominator_rules(facts)
 
 
+def _selection_rules(facts: Facts) -> Violations:
+    """Rules of the texts that select objective and correction, and of the options in them."""
+    selected, correction = facts.selected_objective, facts.selected_correction
+    yield from choice("--pg-objective", selected.name, OBJECTIVES, elsewhere=objectives.ELSEWHERE)
+    yield from choice("--pg-correction", correction.name, CORRECTIONS, elsewhere=corrections.ELSEWHERE)
+    if facts.objective is not None:
+        yield from selected.violations(facts.objective.numbers, {})
+    if facts.correction is not None:
+        yield from correction.violations(facts.correction.numbers, facts.correction.words)
+    if (custom := facts.custom_objective) is not None:
+        reads = {
+            Number(name=name, low=-math.inf, high=math.inf, requirement="a finite number"): None
+            for name in custom.given
+        }
+        yield from custom.violations(reads, {})
+
+
 def _objective_rules(facts: Facts) -> Violations:
-    args = facts.args
-    if facts.objective_path is not None and args.pg_objective != objectives.DEFAULT:
+    args, chosen = facts.args, str(facts.selected_objective)
+    if facts.custom_objective is not None and args.pg_objective != objectives.DEFAULT:
         yield (
             f"E44 --pg-custom-objective-path replaces --pg-objective, which is {args.pg_objective}; remove one of the "
             "two"
         )
     if facts.objective is None:
         return
-    reads, chosen = facts.objective.numbers, f"--pg-objective {args.pg_objective}"
-    yield from _given_and_read(args, reads, chosen, objectives.numbers())
-
-
-def _given_and_read(args: argparse.Namespace, reads: Reads, chosen: str, numbers: Iterable[Number]) -> Violations:
-    for declared in numbers:
-        is_given = vars(args)[declared.attribute] is not None
-        if is_given and declared not in reads:
+    for declared in (CLIP_EPS_LOW, CLIP_EPS_HIGH):
+        if vars(args)[declared.attribute] is not None and declared not in facts.objective.numbers:
             yield f"E40 {declared.flag} has no effect with {chosen}; remove it"
-        if not is_given and declared in reads and reads[declared] is None:
-            yield f"E41 {chosen} needs {declared.flag}; there is no default"
 
 
 def _correction_rules(facts: Facts) -> Violations:
-    declared = facts.correction
+    declared, selected = facts.correction, facts.selected_correction
     if declared is None:
         return
-    chosen = f"--pg-correction {facts.args.pg_correction}"
-    yield from _given_and_read(facts.args, declared.numbers, chosen, corrections.NUMBERS)
-    numbers = facts.correction_numbers
-    low, high = numbers.get("correction_low", math.nan), numbers.get("correction_high", math.nan)
+    numbers = selected.resolved(declared.numbers, {})
+    low, high = numbers.get("low", math.nan), numbers.get("high", math.nan)
+    if selected.name == "rejection" and "low" in selected.given and selected.given.get("estimator") in ("k2", "k3"):
+        estimator = selected.given["estimator"]
+        yield f"E40 {selected},low={low:g} has no effect with estimator={estimator}, which is never negative; remove it"
     if are_numbers(low, high) and not low < high:
-        yield f"E42 --pg-correction-low {low:g} is not below --pg-correction-high {high:g}; give bounds with low < high"
+        yield f"E42 {selected},low={low:g} is not below high={high:g}; give bounds with low < high"
     if declared.bounds and are_numbers(low) and low < 0:
-        yield f"E42 --pg-correction-low {low:g} bounds {declared.bounds}, which is never negative; use 0"
+        yield f"E42 {selected},low={low:g} bounds {declared.bounds}, which is never negative; use 0"
     if declared.bounds and are_numbers(high) and low != high and high <= 0:
-        yield (
-            f"E42 --pg-correction-high {high:g} bounds {declared.bounds}, so every weight would be 0; give a bound > 0"
-        )
+        yield f"E42 {selected},high={high:g} bounds {declared.bounds}, so every weight would be 0; give a bound > 0"
 
 
 def _auxiliary_rules(args: argparse.Namespace) -> Violations:
@@ -179,30 +211,29 @@ def _denominator_rules(facts: Facts) -> Violations:
         return
     if rejects == "model":
         yield (
-            f"E43 {chosen} cannot be combined with --pg-correction {args.pg_correction}, whose rejections are known "
+            f"E43 {chosen} cannot be combined with {facts.selected_correction}, whose rejections are known "
             "only after the forward, when the denominators are fixed; use scheduled or live"
         )
     else:
-        yield f"E43 {chosen} has no effect with --pg-correction {args.pg_correction}, which rejects no token; use live"
+        yield f"E43 {chosen} has no effect with {facts.selected_correction}, which rejects no token; use live"
 
 
 def objective_warnings(facts: Facts) -> list[str]:
     """W3, W7, W8 and W12, for arguments without violations."""
-    args, messages = facts.args, []
+    args, name, messages = facts.args, facts.selected_objective.name, []
     if declared := facts.objective:
         published = declared.published_with
         if published is not None and facts.mode != published:
             messages.append(
-                f"{args.pg_objective} is published with equal sequence weights ({published}); {facts.mode} has other "
-                "weights"
+                f"{name} is published with equal sequence weights ({published}); {facts.mode} has other weights"
             )
         if advice := declared.advice(facts.objective_numbers):
-            messages.append(f"{args.pg_objective} {advice}")
+            messages.append(f"{name} {advice}")
     selection = facts.correction.selection if facts.correction else None
-    if declared and selection and selection.published_with not in (None, args.pg_objective):
+    if declared and selection and selection.published_with not in (None, name):
         messages.append(
-            f"--pg-correction {args.pg_correction} is published with --pg-objective {selection.published_with}, which "
-            f"clips no token; with {args.pg_objective} the loss differs from the paper"
+            f"{facts.selected_correction} is published with --pg-objective {selection.published_with}, which "
+            f"clips no token; with {name} the loss differs from the paper"
         )
     if args.pg_kl_coef and (flaw := KL_ESTIMATORS[args.pg_kl_estimator].flaw):
         messages.append(f"--pg-kl-estimator {args.pg_kl_estimator}: {flaw}")

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,13 +9,13 @@ from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.corrections import KL_ESTIMATORS
 from megatron_pg.declarations.declaration import did_you_mean
 from megatron_pg.declarations.loss_terms import AS_POLICY, KINDS, SHORTHANDS, LossTerm
+from megatron_pg.flags.option_text import number_of, split
 from megatron_pg.rollouts.fields import POLICY, is_term
 
 KINDS_OF_FLAG = tuple(name for name, kind in KINDS.items() if not kind.is_of_a_correction)
-_NUMBER = re.compile(r"[+-]?((\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|inf|nan)", re.ASCII | re.IGNORECASE)
 _MIXTURES = tuple(dict.fromkeys(kind.mixture.option for kind in KINDS.values() if kind.mixture))
-_NUMBERS = ("weight", "divisor", "temperature", *_MIXTURES)
-_OPTIONS = ("weight", "aggregation", "divisor", "on", "estimator", "temperature", *_MIXTURES)
+_NUMBERS = ("weight", "divisor", "temperature", "tail_floor", *_MIXTURES)
+_OPTIONS = (*_NUMBERS, "aggregation", "on", "estimator", "head")
 
 
 @functools.cache
@@ -26,23 +25,18 @@ def parse(text: str) -> LossTerm:
     Raises:
         ValueError: the text is not a loss term; the message follows the flag and the text.
     """
-    head, *parts = text.split(",")
-    name, _, kind = head.partition(":")
+    name, _, rest = text.partition(":")
+    kind, texts = split(rest)
     if not is_term(name) or not kind:
         raise ValueError("does not begin with NAME:kind, where NAME has only a-z, 0-9 and _")
     known = (POLICY,) if name == POLICY else KINDS_OF_FLAG
     if kind not in known:
         raise ValueError(f"has the kind {kind!r}, and {name} can be {', '.join(known)}{did_you_mean(kind, known, {})}")
-    given: dict[str, Any] = {}
-    for part in parts:
-        option, equals, value = part.partition("=")
-        if option not in _OPTIONS or not equals:
-            hint = did_you_mean(option, _OPTIONS, {})
-            options = ", ".join(f"{known_option}=…" for known_option in _OPTIONS)
-            raise ValueError(f"has {part!r}, which is not one of {options}{hint}")
-        if option in given:
-            raise ValueError(f"has {option} twice; remove one of them")
-        given[option] = _number(option, value) if option in _NUMBERS else value
+    if unknown := [option for option in texts if option not in _OPTIONS]:
+        hint = did_you_mean(unknown[0], _OPTIONS, {})
+        options = ", ".join(f"{option}=…" for option in _OPTIONS)
+        raise ValueError(f"has {unknown[0]}={texts[unknown[0]]}, which is not one of {options}{hint}")
+    given: dict[str, Any] = {o: number_of(o, value) if o in _NUMBERS else value for o, value in texts.items()}
     mixtures = {option: given.pop(option) for option in _MIXTURES if option in given}
     term = LossTerm(name=name, kind=kind, **given, mixture=next(iter(mixtures.values()), None))
     if not (math.isfinite(term.weight) and term.weight >= 0):
@@ -55,17 +49,8 @@ def parse(text: str) -> LossTerm:
         _check_aggregation(term)
         _check_estimator(term)
         _check_topk(term, mixtures)
+        _check_teacher(term)
     return term
-
-
-def _number(option: str, text: str) -> float:
-    """A number in plain decimals: Python's float() also accepts 1_0 and digits of other scripts."""
-    if not _NUMBER.fullmatch(text):
-        raise ValueError(f"has {option}={text}, which is not a number")
-    value = float(text)
-    if value == 0 and any(digit in text.lower().partition("e")[0] for digit in "123456789"):
-        raise ValueError(f"has {option}={text}, which is 0 in float64; the smallest number is 5e-324")
-    return value
 
 
 def _check_policy(term: LossTerm) -> None:
@@ -117,3 +102,16 @@ def _check_topk(term: LossTerm, mixtures: Mapping[str, float]) -> None:
         raise ValueError(
             f"has temperature={term.temperature:g}, which only a top-k teacher has, and {term.kind} has none; remove it"
         )
+
+
+def _check_teacher(term: LossTerm) -> None:
+    kind = KINDS[term.kind]
+    has_tail = kind.reads_topk and kind.has_tail
+    if term.tail_floor is not None and not has_tail:
+        raise ValueError(f"has tail_floor={term.tail_floor:g}, and {term.kind} has no top-k tail; remove it")
+    if term.tail_floor is not None and not 0 < term.tail_floor < 1:
+        raise ValueError(f"has tail_floor={term.tail_floor:g}, which is not between 0 and 1")
+    if term.head is not None and not term.reads_hidden:
+        raise ValueError(f"has head={term.head}, and {term.kind} reads no hidden states of a teacher; remove it")
+    if term.head is not None and not term.head.strip(":"):
+        raise ValueError(f"has head={term.head}, which is not PATH or PATH:NAME")

@@ -1,17 +1,14 @@
 """The flag of loss terms, `--pg-term NAME:kind[,option=value]…`, and its rules. Needs no torch."""
 
 import argparse
-import math
 from collections.abc import Sequence
 
 from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.declarations.corrections import CORRECTIONS
-from megatron_pg.declarations.declaration import ABOVE_ZERO
-from megatron_pg.declarations.loss_terms import AS_POLICY, KINDS, TAIL_FLOOR, LossTerm
+from megatron_pg.declarations.loss_terms import AS_POLICY, TAIL_FLOOR, LossTerm
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.term_text import KINDS_OF_FLAG
-from megatron_pg.flags.values import number
 from megatron_pg.rollouts.fields import POLICY
 
 
@@ -21,28 +18,18 @@ def add_term_arguments(group: argparse._ArgumentGroup) -> None:
         f"Adds a loss term with its own tokens and denominators. Kinds: {', '.join(KINDS_OF_FLAG)}. Options: weight "
         "(default 1), aggregation and divisor (default: as --loss-aggregation), on (the loss term whose tokens it "
         f"uses; {POLICY} is the objective), estimator (of a KL divergence), beta and alpha (of a teacher's "
-        f"divergence), temperature (of a top-k teacher, default 1). {POLICY}:{POLICY},weight=0 drops the objective. "
-        "May be repeated."
+        "divergence), temperature (of a top-k teacher, default 1), tail_floor (of a top-k teacher: lower bound of the "
+        f"probability of all other tokens, default {TAIL_FLOOR:g}), head (required for full_*: PATH or PATH:NAME of "
+        "the teacher's output layer [V, H] in a safetensors file, by default named weight). "
+        f"{POLICY}:{POLICY},weight=0 drops the objective. May be repeated."
     )
     group.add_argument("--pg-term", action="append", metavar="NAME:KIND[,OPTION=VALUE]...", help=term)
-    teacher_tail_floor = (
-        "Lower bound of the probability that a top-k teacher leaves for all other tokens, for the kinds topk_*. "
-        f"Without it the divergence is infinite where the top-k tokens sum to 1. Default {TAIL_FLOOR:g}."
-    )
-    group.add_argument("--pg-teacher-tail-floor", type=float, metavar="P", help=teacher_tail_floor)
-    teacher_head = (
-        "The teacher's output layer, for the kinds full_*: a matrix [V, H] of a safetensors file. NAME is its name in "
-        "the file, by default weight. Each tensor-parallel rank reads its rows."
-    )
-    group.add_argument("--pg-teacher-head", metavar="PATH[:NAME]", help=teacher_head)
 
 
 def term_violations(facts: Facts) -> Violations:
     """Rules E71 of one loss term, E72 of several, E73 of flags that they cannot be combined with."""
-    texts, floor = facts.args.pg_term, facts.args.pg_teacher_tail_floor
+    texts = facts.args.pg_term
     if texts is None:
-        yield from () if floor is None else _floor_rules(floor, ())
-        yield from _hidden_rules(facts, ())
         return
     if not isinstance(texts, (list, tuple)) or not texts:
         yield f"E71 --pg-term must be a list of texts, one for each loss term, got {texts!r}"
@@ -51,44 +38,29 @@ def term_violations(facts: Facts) -> Violations:
         yield f"E71 --pg-term {text} {error}"
     if not facts.wrong_terms:
         terms = facts.given_terms
-        yield from () if floor is None else _floor_rules(floor, terms)
         yield from _hidden_rules(facts, terms)
         yield from _contradictions(terms)
         yield from _together(facts, terms)
 
 
-def _floor_rules(floor: object, terms: Sequence[LossTerm]) -> Violations:
-    yield from number("--pg-teacher-tail-floor", floor, ABOVE_ZERO, math.nextafter(1.0, 0.0), "between 0 and 1")
-    if not any(term.reads_topk and KINDS[term.kind].has_tail for term in terms):
-        yield (
-            f"E73 --pg-teacher-tail-floor {floor} has no effect without a --pg-term of a kind topk_* that has a tail; "
-            "remove it"
-        )
-
-
 def _hidden_rules(facts: Facts, terms: Sequence[LossTerm]) -> Violations:
     """Rules of a teacher over the whole vocabulary: its output layer, and the fused head of the model."""
-    head, readers = facts.args.pg_teacher_head, [term for term in terms if term.reads_hidden]
-    if head is not None and not (isinstance(head, str) and head.strip(":")):
-        yield f"E73 --pg-teacher-head must be PATH or PATH:NAME, got {head!r}"
-    elif head is not None and not readers:
-        yield f"E73 --pg-teacher-head {head} has no effect without a --pg-term of a kind full_*; remove it"
-    readers = [term for term in readers if term.weight]
+    readers = [term for term in terms if term.reads_hidden and term.weight]
     for term in readers:
-        if head is None:
+        if term.head is None:
             yield (
-                f"E73 {term.flag} computes the teacher's logits from its hidden states; add --pg-teacher-head PATH, "
-                "the teacher's output layer"
+                f"E73 {term.flag} computes the teacher's logits from its hidden states; add the option head=PATH, the "
+                "teacher's output layer"
             )
         if facts.args.pg_fused_head is None:
             yield (
                 f"E73 {term.flag} needs the fused head, which computes the logits of teacher and model in chunks; add "
                 "--pg-fused-head forward, or recompute"
             )
-        if (term.kind, term.mixture) != (readers[0].kind, readers[0].mixture):
+        if (term.kind, term.mixture, term.head) != (readers[0].kind, readers[0].mixture, readers[0].head):
             yield (
-                f"E73 {term.flag} and {readers[0].flag} are different divergences from the same teacher; give both the "
-                "same kind and beta"
+                f"E73 {term.flag} and {readers[0].flag} differ in divergence or teacher, and one forward pass computes "
+                "one of them; give both the same kind, beta and head"
             )
         for other in (term for term in terms if term.reads_topk and term.weight):
             yield (
@@ -130,7 +102,7 @@ def _together(facts: Facts, terms: list[LossTerm]) -> Violations:
     if not any(term.weight for term in terms):
         yield f"E73 --pg-term {POLICY}:{POLICY},weight=0 leaves no loss; add another loss term, or remove it"
     of_objective = (
-        ("--pg-correction", facts.args.pg_correction, {*CORRECTIONS} - {"none"}),
+        ("--pg-correction", facts.selected_correction.name, {*CORRECTIONS} - {"none"}),
         ("--pg-denominator", facts.args.pg_denominator, {*DENOMINATORS} - {"scheduled"}),
     )
     for flag, value, choices in of_objective:

@@ -12,10 +12,12 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from megatron_pg.args import ArgumentError, ArgumentNotice, add_arguments, validate_args
-from megatron_pg.declarations.declaration import did_you_mean
+from megatron_pg.declarations.declaration import Number, did_you_mean
 from megatron_pg.flags.banner import banner_of, describe, in_force
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
+from megatron_pg.flags.moved import replacement
+from megatron_pg.flags.option_text import Selection, joined
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.fields import POLICY
 
@@ -26,23 +28,46 @@ _LOOP_ARGUMENTS = {
     *("decrease_batch_size_if_needed", "sft", "train_samples", "mtp_num_layers", "mtp_loss_scaling_factor"),
 }
 _CARRIED = ("old_logprobs", "ref_logprobs")  # fields that the batches of every host can contain
+_WITH_OPTIONS = ("pg_objective", "pg_correction")  # arguments of the form NAME[,option=value]…
 _PER_TOKEN = "calculate_per_token_loss"  # a host cancels Megatron's division for every aggregation
 _ROWS_OF_MEGATRON = {"Megatron", "layout"}  # of the banner: a host has its own loss scaling and layout
 
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """A value that one of our arguments takes from a flag of the host."""
+    """A value that one of our arguments, or an option in it, takes from a flag of the host."""
 
     host_flag: str  # as the host's user writes it
     attribute: str  # ours
     value: Any
     is_default: bool = False  # the host's user has not set it
+    option: str | None = None  # of our argument's text; None: the whole argument, or the name that the text begins with
+
+    @classmethod
+    def number(cls, host_flag: str, number: Number, value: Any, *, is_default: bool = False) -> "Inherited":
+        """A number of the objective."""
+        if number.flag is not None:
+            return cls(host_flag, number.attribute, value, is_default)
+        return cls(host_flag, "pg_objective", value, is_default, number.name)
 
     @property
     def ours(self) -> str:
-        """Our flag."""
-        return flag_of(self.attribute)
+        """Our flag, with the option."""
+        return flag_of(self.attribute) + (f" …,{self.option}=" if self.option else "")
+
+    def of(self, text: Any) -> Any:
+        """The value in our argument that this one replaces; None for an option that is not given."""
+        if self.option is not None:
+            selected = Selection.of(self.ours, text)
+            return selected.numbers.get(self.option, selected.given.get(self.option))
+        return str(text).partition(",")[0] if self.attribute in _WITH_OPTIONS else text
+
+    def put_into(self, text: Any) -> Any:
+        """Our argument with this value."""
+        if self.option is None:
+            return text if self.of(text) == self.value else self.value
+        selected = Selection.of(self.ours, text)
+        return joined(str(selected.name), {**selected.given, self.option: self.value})
 
     @property
     def name(self) -> str:
@@ -115,11 +140,8 @@ def check(
         try:
             validate_args(args)
         except ArgumentError as error:
-            host_flags = {
-                flag.ours: flag.name for flag in flags if given.get(flag.attribute) in (None, known[flag.attribute])
-            }
-            ours_to_host = lambda flag: host_flags.get(flag[0], flag[0])  # noqa: E731
-            violations += [(rule, re.sub(r"--[\w-]+", ours_to_host, message)) for rule, message in error.violations]
+            inherits = [f for f in flags if f.of(given.get(f.attribute)) in (None, "None", f.of(known[f.attribute]))]
+            violations += [(rule, _by_host_flags(message, inherits)) for rule, message in error.violations]
         else:
             violations += [("E70", message) for message in _refused_terms(host, args, carried, names_terms)]
     if violations:
@@ -151,21 +173,41 @@ def _merged(
 ) -> tuple[dict[str, Any], list[tuple[str, str]], list[tuple[str, str]]]:
     """Our arguments (given, inherited or default, in this order), the banner's row, and violations."""
     ours, rows = dict(known), []
-    unknown = given.keys() - known
-    violations = [("E70", f"{n} is not an argument of megatron_pg{did_you_mean(n, known, {})}") for n in unknown]
+    violations = [("E70", _unknown_message(name, value, known)) for name, value in given.items() if name not in known]
     ours |= {name: value for name, value in given.items() if name in known}
     for flag in inherited:
-        value = ours[flag.attribute]
-        if value != known[flag.attribute] and flag.is_default:
+        text = ours[flag.attribute]
+        value, usual = flag.of(text), flag.of(known[flag.attribute])
+        if value != usual and flag.is_default:
             continue
-        if value not in (known[flag.attribute], flag.value):
+        if value not in (usual, flag.value):
             message = (
-                f"{flag.host_flag} of {host}, {flag.value}, and {flag.ours} {value} contradict each other; remove one"
+                f"{flag.host_flag} of {host}, {flag.value}, and {flag_of(flag.attribute)} {text} contradict each "
+                "other; remove one"
             )
             violations.append(("E70", message))
-        ours[flag.attribute] = flag.value
-        rows.append(f"{flag.host_flag} is {flag.ours} {flag.value}")
+        ours[flag.attribute] = flag.put_into(text)
+        rows.append(f"{flag.host_flag} is {flag.ours}{'' if flag.option else ' '}{flag.value}")
     return ours, [("inherited", "; ".join(rows))] if rows else [], violations
+
+
+def _unknown_message(name: str, value: Any, known: Mapping[str, Any]) -> str:
+    if (line := replacement(name, value)) is not None:
+        return f"{name} is not an argument since 0.3.0. Write {line}."
+    return f"{name} is not an argument of megatron_pg{did_you_mean(name, known, {})}"
+
+
+def _by_host_flags(message: str, inherits: Iterable[Inherited]) -> str:
+    """The message with the host's flags for ours that inherit from them."""
+    names = {(flag_of(flag.attribute), flag.option): flag.name for flag in inherits}
+
+    def shown(match: re.Match) -> str:
+        flag, option, value = match.groups()
+        if (flag, option) in names and option is not None:
+            return f"{names[flag, option]} {value}"
+        return names.get((flag, None), flag) + match[0].removeprefix(flag)
+
+    return re.sub(r"(--[\w-]+)(?: \w+,(\w+)=(\S+))?", shown, message)
 
 
 def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> Iterator[str]:
@@ -182,7 +224,7 @@ def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> Iter
         yield (
             "--pg-dry-run ends Megatron's pretrain() before it builds the model, and the host builds it here; remove it"
         )
-    if "old_entropies" not in carried and args.pg_correction == "top_entropy":
+    if "old_entropies" not in carried and Facts(args).selected_correction.name == "top_entropy":
         yield (
             "--pg-correction top_entropy reads old_entropies, which the host's batches do not contain; choose another "
             "correction"

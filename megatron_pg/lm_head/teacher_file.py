@@ -40,9 +40,9 @@ class TeacherHead:
         except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:  # all get the one message below
             reason = getattr(error, "strerror", None) or error
             raise ValueError(
-                f"--pg-teacher-head {given} is not a safetensors file with a matrix {name} [V, H] in BF16, F16 or F32 "
-                f"({reason}), so the teacher would have no logits. Give PATH:NAME of its output layer; of a model in "
-                "several files that one which holds it."
+                f"head={given} of --pg-term is not a safetensors file with a matrix {name} [V, H] in BF16, F16 or F32 "
+                f"({reason}). Give PATH:NAME of the teacher's output layer. If the model is in several files, give the "
+                "one that contains this layer."
             ) from error
 
     def check_vocabulary(self, columns: int) -> None:
@@ -53,9 +53,8 @@ class TeacherHead:
         """
         if self.rows != columns:
             raise ValueError(
-                f"--pg-teacher-head has {self.rows} rows and the student {columns} columns, so they would not be over "
-                "the same tokens. Give the teacher of this tokenizer; if the student's further columns are padding, "
-                f"--pg-vocab-size {self.rows}."
+                f"head={self.path} of --pg-term has {self.rows} rows and the student {columns} columns. Give a teacher "
+                f"of the same tokenizer. If the student's further columns are padding, add --pg-vocab-size {self.rows}."
             )
 
     def read(self, first: int, count: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -74,12 +73,12 @@ class TeacherHead:
             content = bytearray(file.read(len(held) * row))
         if len(content) != len(held) * row:
             raise ValueError(
-                f"--pg-teacher-head {self.path} ends before row {held[-1]}. Was it changed since the start?"
+                f"head={self.path} of --pg-term ends before row {held[-1]}. Was it changed since the start?"
             )
         weight[: len(held)] = torch.frombuffer(content, dtype=self.dtype).view(len(held), self.width).to(device)
         if not torch.isfinite(weight).all():
             raise ValueError(
-                f"--pg-teacher-head {self.path} holds a number among rows {held[0]} to {held[-1]} that is not finite "
+                f"head={self.path} of --pg-term holds a number among rows {held[0]} to {held[-1]} that is not finite "
                 f"in {dtype}, so the loss would not be. Repair the file, or train in bfloat16."
             )
         return weight

@@ -142,7 +142,7 @@ def term_metrics(term: LossTerm) -> tuple[Metric, ...]:
     )
     if term.tail_floor is None:
         return *metrics, *masses
-    text = "Σ 1[1 - Σ_S p < floor] [tokens]: whose teacher's tail is raised to `--pg-teacher-tail-floor`"
+    text = "Σ 1[1 - Σ_S p < floor] [tokens]: whose teacher's tail is raised to `tail_floor` of `--pg-term`"
     return *metrics, *masses, of_all(f"{name}/num_floored", lambda t: t.is_floored(term), text)
 
 

@@ -11,8 +11,8 @@ def dppo_kl(tokens: Tokens, parameters: Parameters) -> Tensor:
     """Loss of each token, with the KL divergence of the sampled token against the rest as distance.
 
         D = π_old log(π_old / π) + (1 - π_old) log((1 - π_old) / (1 - π))
-        loss = -sg[min(r, dual_clip)] A log π,   0 where
-            A > 0, π > π_old and D > dppo_delta_high,   or   A < 0, π < π_old and D > dppo_delta_low
+        loss = -sg[min(r, cap)] A log π,   0 where
+            A > 0, π > π_old and D > delta_high,   or   A < 0, π < π_old and D > delta_low
 
     Source: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
     """
@@ -25,10 +25,7 @@ def outside(tokens: Tokens, parameters: Parameters) -> tuple[Tensor, Tensor]:
     rest = -torch.expm1(old)  # 1 - π_old
     # a rest of 0 contributes 0, although its logarithm is infinite
     divergence = old.exp() * (old - new) + torch.where(rest > 0, rest * (_log1mexp(old) - _log1mexp(new)), 0)
-    return (
-        (new > old) & (divergence > parameters.dppo_delta_high),
-        (new < old) & (divergence > parameters.dppo_delta_low),
-    )
+    return ((new > old) & (divergence > parameters.delta_high), (new < old) & (divergence > parameters.delta_low))
 
 
 def _log1mexp(x: Tensor) -> Tensor:

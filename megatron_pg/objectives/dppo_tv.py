@@ -9,8 +9,8 @@ from megatron_pg.objectives.interface.tokens import Parameters, Tokens
 def dppo_tv(tokens: Tokens, parameters: Parameters) -> Tensor:
     """Loss of each token, with the total variation of the sampled token against the rest as distance.
 
-        loss = -sg[min(r, dual_clip)] A log π,   0 where
-            A > 0 and π - π_old > dppo_delta_high,   or   A < 0 and π_old - π > dppo_delta_low
+        loss = -sg[min(r, cap)] A log π,   0 where
+            A > 0 and π - π_old > delta_high,   or   A < 0 and π_old - π > delta_low
 
     Source: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
     """
@@ -20,12 +20,12 @@ def dppo_tv(tokens: Tokens, parameters: Parameters) -> Tensor:
 def outside(tokens: Tokens, parameters: Parameters) -> tuple[Tensor, Tensor]:
     """[T] bool each: π above and below its trust region."""
     moved = tokens.logprobs.detach().exp() - tokens.old_logprobs.exp()
-    return moved > parameters.dppo_delta_high, moved < -parameters.dppo_delta_low
+    return moved > parameters.delta_high, moved < -parameters.delta_low
 
 
 def kept_reinforce(tokens: Tokens, parameters: Parameters, above: Tensor, below: Tensor) -> Tensor:
-    """REINFORCE with the weight min(r, dual_clip), 0 where A pushes a token further out of its trust region."""
+    """REINFORCE with the weight min(r, cap), 0 where A pushes a token further out of its trust region."""
     dropped = above & (tokens.advantages > 0) | below & (tokens.advantages < 0)
-    weights = tokens.ratios.detach().clamp(max=parameters.dual_clip)
+    weights = tokens.ratios.detach().clamp(max=parameters.cap)
     loss = -weights * tokens.advantages * tokens.weighable_logprobs
     return torch.where(dropped, 0, loss)

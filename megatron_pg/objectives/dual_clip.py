@@ -14,5 +14,5 @@ def dual_clip(tokens: Tokens, parameters: Parameters) -> Tensor:
 
     Source: Mastering Complex Control in MOBA Games with Deep RL, arXiv 1912.09729.
     """
-    capped = bounded(tokens.ratios, 1.0 - parameters.clip_eps_low, parameters.dual_clip)
+    capped = bounded(tokens.ratios, 1.0 - parameters.clip_eps_low, parameters.cap)
     return torch.where(tokens.advantages < 0, -(capped * tokens.advantages), grpo(tokens, parameters))

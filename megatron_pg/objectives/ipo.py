@@ -9,8 +9,7 @@ from megatron_pg.objectives.interface.tokens import Parameters, Tokens
 def ipo(tokens: Tokens, parameters: Parameters) -> Tensor:
     """Loss of each token; the band has no regard to the sign of A, and the pull acts outside of it too.
 
-        loss = -r A + tau (log r)²   where -ipo_delta_low <= π - π_old <= ipo_delta_high,   else tau (log r)²
-        tau = ipo_tau
+        loss = -r A + tau (log r)²   where -delta_low <= π - π_old <= delta_high,   else tau (log r)²
 
     Source: INTELLECT Policy Optimization, the loss of prime-rl. Its later releases drop a token by the sign of A, as
     dppo_tv.
@@ -18,10 +17,10 @@ def ipo(tokens: Tokens, parameters: Parameters) -> Tensor:
     above, below = outside(tokens, parameters)
     nothing = 0 * tokens.advantages  # but of one that is not finite, which stays visible
     surrogate = torch.where(above | below, nothing, -tokens.ratios * tokens.advantages)
-    return surrogate + parameters.ipo_tau * tokens.log_ratios.square()
+    return surrogate + parameters.tau * tokens.log_ratios.square()
 
 
 def outside(tokens: Tokens, parameters: Parameters) -> tuple[Tensor, Tensor]:
     """[T] bool each: π above and below the band around π_old."""
     moved = tokens.logprobs.detach().exp() - tokens.old_logprobs.exp()
-    return moved > parameters.ipo_delta_high, moved < -parameters.ipo_delta_low
+    return moved > parameters.delta_high, moved < -parameters.delta_low

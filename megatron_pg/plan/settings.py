@@ -56,17 +56,15 @@ class LossSettings:
         facts = Facts(args)
         path = args.custom_pg_loss_reducer_function_path
         per_token = vars(args).get("calculate_per_token_loss", False)
-        correction = Correction(
-            name=args.pg_correction, **{n.removeprefix("correction_"): v for n, v in facts.correction_numbers.items()}
-        )
+        words = tuple(facts.correction_words.values())
+        correction = Correction(name=str(facts.selected_correction.name), words=words, **facts.correction_numbers)
         anchor = CORRECTIONS[correction.name].anchor
         opsm: dict[str, Any] = {"opsm_anchor": anchor, "opsm_threshold": correction.high} if anchor else {}
-        is_custom = args.pg_custom_objective_path is not None
         depths = vars(args).get("mtp_num_layers") or 0
         terms = LossTerms(
-            objective=custom_objective_of(args)
-            if is_custom
-            else objective_of(args.pg_objective, **facts.objective_numbers),
+            objective=objective_of(str(facts.selected_objective.name), **facts.objective_numbers)
+            if facts.custom_objective is None
+            else custom_objective_of(facts),
             **opsm,
             further=facts.further,
             has_objective=facts.has_objective,
@@ -89,7 +87,7 @@ class LossSettings:
             float32_logits=args.fp32_lm_head,
             head_mode=args.pg_fused_head,
             head_backward=args.fp32_lm_head_backward or "bf16",
-            teacher_head=_teacher_head(args) if terms.whole_form else None,
+            teacher_head=_teacher_head(args, str(facts.teacher_head)) if terms.whole_form else None,
             impl=_impl(args),
             mtp_depths=depths,
             mtp_aggregation=args.pg_mtp_aggregation,
@@ -173,8 +171,8 @@ def features_of(
     return frozenset(name for name, present in features.items() if present)
 
 
-def _teacher_head(args: Namespace) -> TeacherHead:
-    head = TeacherHead.of(args.pg_teacher_head)
+def _teacher_head(args: Namespace, path: str) -> TeacherHead:
+    head = TeacherHead.of(path)
     columns = args.pg_vocab_size or vars(args).get("padded_vocab_size")
     if columns is not None:  # else the model checks it
         head.check_vocabulary(columns)

@@ -203,7 +203,7 @@ def _check_widths(batches: Sequence[PackedBatch], settings: LossSettings) -> Non
         if is_read and states is not None and states.shape[1] != head.width:
             raise ScheduleError(
                 f"teacher_hidden of sample {sample.sample_id} have width {states.shape[1]}, and the rows of "
-                f"--pg-teacher-head have {head.width}. Record the last hidden states of the model that the head "
+                f"the teacher's head have {head.width}. Record the last hidden states of the model that the head "
                 "belongs to."
             )
 

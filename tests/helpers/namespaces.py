@@ -5,6 +5,7 @@ import copy
 import enum
 import sys
 import warnings
+from collections.abc import Mapping
 
 import pytest
 
@@ -201,13 +202,20 @@ def path(name: object, **more: object) -> dict[str, object]:
     return {"custom_pg_loss_reducer_function_path": name, **more}
 
 
+def with_options(name: str, **options: object) -> str:
+    """The text of a flag with those options that are given."""
+    return ",".join([name, *(f"{option}={value}" for option, value in options.items() if value is not None)])
+
+
+def objective_arguments(name: str, numbers: Mapping[str, object]) -> dict[str, object]:
+    """The arguments of an objective with its numbers."""
+    clip = {f"pg_{number}": value for number, value in numbers.items() if number.startswith("clip_eps")}
+    options = {number: value for number, value in numbers.items() if f"pg_{number}" not in clip}
+    return {"pg_objective": with_options(name, **options), **clip}
+
+
 def pg(objective: object, **more: object) -> dict[str, object]:
     return {"pg_objective": objective, **{f"pg_{name}": value for name, value in more.items()}}
-
-
-def correction(name: object, *, low: object = None, high: object = None, **more: object) -> dict[str, object]:
-    bounds = {"pg_correction_low": low, "pg_correction_high": high}
-    return {"pg_correction": name, **bounds, **{f"pg_{key}": value for key, value in more.items()}}
 
 
 def head(**more: object) -> dict[str, object]:

@@ -308,5 +308,5 @@ def test_the_launcher_runs_a_script_with_our_loss(tmp_path: Path, capsys, monkey
     shown = capsys.readouterr().out
     assert "PolicyGradientLossFn prompt_mean LOGIT SEQUENCE_LEVEL --config x.yaml" in shown
     assert "loss_fn.use_cispo is --pg-objective cispo" in shown
-    assert "loss_fn.ratio_clip_max + 1 is --pg-cispo-cap 1.2" in shown
+    assert "loss_fn.ratio_clip_max + 1 is --pg-objective …,cap=1.2" in shown
     assert "token_level_loss: the aggregation is given" in shown

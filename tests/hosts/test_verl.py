@@ -166,7 +166,7 @@ def arguments(options=None, *, engine=None, mtp=False, without_actor=False, **fl
 
 def test_without_options_the_loss_is_what_verls_actor_says():
     args, rows = arguments(clip_ratio_high=0.28, entropy_coeff=0.01, use_kl_loss=True, kl_loss_type="mse")
-    assert (args.pg_objective, args.pg_dual_clip, args.loss_aggregation) == ("dual_clip", 3.0, "token_mean")
+    assert (args.pg_objective, args.loss_aggregation) == ("dual_clip,cap=3.0", "token_mean")
     assert (args.pg_clip_eps_low, args.pg_clip_eps_high) == (0.2, 0.28)
     assert (args.pg_kl_coef, args.pg_kl_estimator, args.pg_entropy_coef) == (0.001, "k2", 0.01)
     assert (args.pg_aux_aggregation, args.pg_metrics) == ("policy", "basic")
@@ -182,12 +182,11 @@ def test_a_constant_of_verl_is_ours():
     assert (args.loss_aggregation, args.loss_aggregation_divisor) == ("constant", 1.0)
 
 
-REGION = {"pg_dppo_delta_low": 0.1, "pg_dppo_delta_high": 0.3, "pg_dual_clip": 3.0}
 MODES = {
     "gspo": ("gspo_token", {"pg_clip_eps_low": 0.1, "pg_clip_eps_high": 0.3}),
-    "cispo": ("cispo", {"pg_clip_eps_low": 0.1, "pg_cispo_cap": 1.3}),
-    "dppo_tv": ("dppo_tv", REGION),
-    "dppo_kl": ("dppo_kl", REGION),
+    "cispo": ("cispo,cap=1.3", {"pg_clip_eps_low": 0.1}),
+    "dppo_tv": ("dppo_tv,delta_low=0.1,delta_high=0.3,cap=3.0", {}),
+    "dppo_kl": ("dppo_kl,delta_low=0.1,delta_high=0.3,cap=3.0", {}),
 }
 
 
@@ -203,10 +202,10 @@ def test_a_policy_loss_of_verl_is_the_objective_that_computes_it(mode):
 
 def test_a_policy_loss_without_clip_bounds_reads_its_own_numbers():
     args, _ = arguments(policy_loss=policy_loss("sapo"), tau_pos=2.0, loss_agg_mode="seq-mean-token-mean")
-    assert (args.pg_objective, args.pg_sapo_tau_pos, args.pg_sapo_tau_neg) == ("sapo", 2.0, 1.05)
+    assert args.pg_objective == "sapo,tau_pos=2.0,tau_neg=1.05"
     assert arguments(policy_loss=policy_loss("gpg")).args.pg_objective == "reinforce"
     args, _ = arguments(policy_loss=policy_loss("dro", dro_beta=0.4))
-    assert (args.pg_objective, args.pg_dro_beta) == ("dro", 0.4)
+    assert args.pg_objective == "dro,beta=0.4"
 
 
 def test_a_clip_bound_that_is_null_is_clip_ratio():
@@ -233,7 +232,7 @@ def test_options_take_the_place_of_what_verl_has_by_default():
     args, _ = arguments({"pg_objective": "gspo", "loss_aggregation": "sample_mean"})
     assert (args.pg_objective, args.pg_clip_eps_low, args.loss_aggregation) == ("gspo", None, "sample_mean")
     args, _ = arguments({"pg_clip_eps_high": 0.28})
-    assert (args.pg_objective, args.pg_clip_eps_low, args.pg_clip_eps_high) == ("dual_clip", 0.2, 0.28)
+    assert (args.pg_objective, args.pg_clip_eps_low, args.pg_clip_eps_high) == ("dual_clip,cap=3.0", 0.2, 0.28)
 
 
 def test_the_reference_model_needs_no_actor():

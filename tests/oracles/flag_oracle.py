@@ -5,9 +5,9 @@ of the package.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-_REJECT = ("icepop", "token_k3", "m2po", "clip_cov", "top_entropy")
+_REJECT = ("icepop", "rejection", "m2po", "clip_cov", "top_entropy")
 MODES = {"sample_mean", "prompt_mean", "token_mean", "constant"}
 REDUCERS = {"user_reducers:turn_mean": None, "user_nothing:f": "E14", "user_package.turns:three": "E15"}
 
@@ -123,55 +123,47 @@ def _terms(given: Mapping) -> list[str]:
     """Choices and numbers that are wrong by themselves."""
     choices = {
         "objective": ("grpo", "gspo", "cispo", "dual_clip", "reinforce", "dro", "gmpo"),
-        "correction": ("none", "tis", "icepop", "opsm", "token_k3", "m2po", "clip_cov", "kl_cov", "top_entropy"),
+        "correction": ("none", "tis", "icepop", "opsm", "rejection", "m2po", "clip_cov", "kl_cov", "top_entropy"),
         "denominator": ("scheduled", "live", "kept"),
         "estimator": (None, "k1", "k3_weighted"),
         "auxiliary": ("default", "policy"),
         "predicted": ("token_mean", "policy"),
     }
     found = ["E25" for name, allowed in choices.items() if given[name] not in allowed]
-    ranges = {  # (smallest, whether it may be left out)
-        "cap": (1.0, True),
-        "dual": (1.0 + 1e-15, True),
-        "pull": (1e-300, True),
-        "bottom": (-1e300, True),
-        "top": (-1e300, True),
-        "force": (1e-300, True),
-        "beta": (0.0, False),
-        "eta": (0.0, False),
-        "gradient": (1e-300, False),
-    }
-    for name, (least, optional) in ranges.items():
-        if not (optional and given[name] is None) and not least <= _number(given[name]) < math.inf:
+    for name, least in {"beta": 0.0, "eta": 0.0, "gradient": 1e-300}.items():
+        if not least <= _number(given[name]) < math.inf:
             found.append("E24")
-    share = given["share"]
-    return found + ["E24"] * (share is not None and not 0 < _number(share) < 1)
+    return found
+
+
+def _options(given: Mapping, reads: Mapping[str, tuple[float, float]], names: Collection[str]) -> list[str]:
+    """Options that are not read, and numbers outside of the range of one that is read, ends excluded."""
+    found = []
+    for name in names:
+        if given[name] is not None and name not in reads:
+            found.append("E40")
+        elif given[name] is not None and not reads[name][0] < _number(given[name]) < reads[name][1]:
+            found.append("E24")
+    return found
 
 
 def _objective(given: Mapping) -> list[str]:
     found = []
     if given["own"] is not None:
         found += {"a.py": ["E13"], "user_nothing:f": ["E14"], "user_reducers:turn_mean": ["E15"]}.get(given["own"], [])
-        return found + ["E44"] * (given["objective"] != "grpo")
-    reads = {
-        "grpo": "low high",
-        "gspo": "low high",
-        "cispo": "low cap",
-        "dual_clip": "low high dual",
-        "reinforce": "",
-        "dro": "pull",
-        "gmpo": "",
-    }.get(given["objective"])
-    if reads is None:
+        has_options = given["objective"] is not None and (given["cap"] is not None or given["pull"] is not None)
+        return found + ["E44"] * (given["objective"] != "grpo" or has_options)
+    clip = {"grpo": "low high", "gspo": "low high", "cispo": "low", "dual_clip": "low high"}.get(given["objective"], "")
+    numbers = {
+        "cispo": {"cap": (1 - 1e-15, math.inf)},
+        "dual_clip": {"cap": (1.0, math.inf)},
+        "dro": {"pull": (0.0, math.inf)},
+    }.get(given["objective"], {})
+    if given["objective"] not in ("grpo", "gspo", "cispo", "dual_clip", "reinforce", "dro", "gmpo"):
         return []
-    found += [
-        "E40"
-        for name in ("low", "high", "cap", "dual", "pull")
-        if given[name] is not None and name not in reads.split()
-    ]
-    needed = {"cispo": "cap", "dual_clip": "dual", "dro": "pull"}.get(given["objective"])
-    found += ["E41"] * (needed is not None and given[needed] is None)
-    return found
+    found += ["E40" for name in ("low", "high") if given[name] is not None and name not in clip.split()]
+    found += _options(given, numbers, ("cap", "pull"))
+    return found + ["E41" for name in numbers if given[name] is None]
 
 
 def _correction(given: Mapping) -> list[str]:
@@ -181,7 +173,7 @@ def _correction(given: Mapping) -> list[str]:
         "tis": "bottom top",
         "icepop": "bottom top",
         "opsm": "top",
-        "token_k3": "top",
+        "rejection": "bottom top",
         "m2po": "top",
         "clip_cov": "bottom top share",
         "kl_cov": "share force",
@@ -189,15 +181,28 @@ def _correction(given: Mapping) -> list[str]:
     }.get(name)
     if reads is None:
         return []
-    numbers = ("bottom", "top", "share", "force")
-    found = ["E40" for number in numbers if given[number] is not None and number not in reads.split()]
-    found += ["E41"] * (name in ("opsm", "token_k3") and top is None)
-    found += ["E42"] * (name == "m2po" and top is not None and _number(top) <= 0)
+    anything, above = (-math.inf, math.inf), (0.0, math.inf)
+    ranges = {"bottom": anything, "top": anything, "share": (0.0, 1.0), "force": above}
+    found = _options(given, {each: ranges[each] for each in reads.split()}, [*ranges])
+    found += _words(given)
+    found += ["E41"] * (name in ("opsm", "rejection") and top is None)
+    found += ["E42"] * (name == "m2po" and _number(top) <= 0)
     if "bottom" in reads:
-        usual = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "clip_cov": (1.0, 5.0)}[name]
-        low, high = (_number(usual[i] if x is None else x) for i, x in enumerate((bottom, top)))
+        usual = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "clip_cov": (1.0, 5.0), "rejection": (-math.inf, math.nan)}
+        low, high = (_number(usual[name][i] if x in (None, "two") else x) for i, x in enumerate((bottom, top)))
         found += ["E42"] * (low >= high)
     return found
+
+
+def _words(given: Mapping) -> list[str]:
+    """The level and the divergence of a rejection."""
+    level, divergence = given["level"], given["divergence"]
+    if given["correction"] != "rejection":
+        return ["E40"] * ((level is not None) + (divergence is not None))
+    found = ["E41"] * ((level is None) + (divergence is None))
+    found += ["E25"] * (level not in (None, "token", "seq_sum"))
+    found += ["E25"] * (divergence not in (None, "k1", "k3"))
+    return found + ["E40"] * (divergence == "k3" and given["bottom"] is not None)
 
 
 def _auxiliary(given: Mapping) -> list[str]:

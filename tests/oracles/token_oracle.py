@@ -136,13 +136,13 @@ def grpo(tokens: Tokens, clip_eps_low: float, clip_eps_high: float):
     return clipped_loss(r, a, *clip), np.where(is_dead(r, a, *clip), 0.0, -r * a * tokens.moves)
 
 
-@objective(dual_clip=(1.05, 4.0))
-def dual_clip(tokens: Tokens, clip_eps_low: float, clip_eps_high: float, dual_clip: float):
+@objective(cap=(1.05, 4.0))
+def dual_clip(tokens: Tokens, clip_eps_low: float, clip_eps_high: float, cap: float):
     """A < 0: min(loss of grpo, -c A), 1912.09729."""
     loss, g = grpo(tokens, clip_eps_low, clip_eps_high)
     negative = tokens.advantages < 0
-    capped = np.where(negative, np.minimum(loss, -dual_clip * tokens.advantages), loss)
-    return capped, np.where(negative & (tokens.ratio > dual_clip), 0.0, g)
+    capped = np.where(negative, np.minimum(loss, -cap * tokens.advantages), loss)
+    return capped, np.where(negative & (tokens.ratio > cap), 0.0, g)
 
 
 def sequence_clip(tokens: Tokens, advantages: np.ndarray, clip_eps_low: float, clip_eps_high: float):
@@ -183,8 +183,8 @@ def sequence_share(coefficients: np.ndarray) -> np.ndarray:
     return np.full_like(coefficients, coefficients.sum() / len(coefficients))
 
 
-@objective(cispo_cap=(1.0, 4.0))
-def cispo(tokens: Tokens, cispo_cap: float, clip_eps_low: float = 1.0):
+@objective()
+def cispo(tokens: Tokens, cap: float, clip_eps_low: float = 1.0):
     """-sg[min(max(r, low), cap)] A l, 2506.13585. The cap is absolute. clip_eps_low >= 1: no lower bound, the paper's
     form.
 
@@ -193,15 +193,15 @@ def cispo(tokens: Tokens, cispo_cap: float, clip_eps_low: float = 1.0):
     factor: these are the only tokens that CISPO drops.
     """
     low = max(1 - clip_eps_low, 0.0)
-    scale = -np.minimum(np.maximum(tokens.ratio, low), cispo_cap) * tokens.advantages
+    scale = -np.minimum(np.maximum(tokens.ratio, low), cap) * tokens.advantages
     return scale * tokens.new, scale * tokens.moves
 
 
-@objective(sapo_tau_pos=(0.5, 2.0), sapo_tau_neg=(0.5, 2.0))
-def sapo(tokens: Tokens, sapo_tau_pos: float, sapo_tau_neg: float):
+@objective(tau_pos=(0.5, 2.0), tau_neg=(0.5, 2.0))
+def sapo(tokens: Tokens, tau_pos: float, tau_neg: float):
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A (A = 0 gives 0 with either), 2511.20347."""
     r, a = tokens.ratio, tokens.advantages
-    tau = np.where(a > 0, sapo_tau_pos, sapo_tau_neg)
+    tau = np.where(a > 0, tau_pos, tau_neg)
     # 1 / (1 + e^-x) and 1 - s as e^-x s lose nothing here: x > -tau, so e^-x stays below e^tau.
     decay = np.exp(-tau * (r - 1))
     s = 1 / (1 + decay)
@@ -213,12 +213,12 @@ def dppo(tokens: Tokens, cap: float, rejected: np.ndarray):
     return scale * tokens.new, scale * tokens.moves
 
 
-@objective(dppo_delta_low=(0.01, 0.3), dppo_delta_high=(0.01, 0.3))
-def dppo_tv(tokens: Tokens, dppo_delta_low: float, dppo_delta_high: float, dual_clip: float = math.inf):
+@objective(delta_low=(0.01, 0.3), delta_high=(0.01, 0.3))
+def dppo_tv(tokens: Tokens, delta_low: float, delta_high: float, cap: float = math.inf):
     """-sg[min(r, c)] A l, 0 where pi left pi_old by more than a probability in the direction of A, 2602.04879."""
     shift = np.exp(tokens.new) - np.exp(tokens.old)
     a = tokens.advantages
-    return dppo(tokens, dual_clip, ((a > 0) & (shift > dppo_delta_high)) | ((a < 0) & (shift < -dppo_delta_low)))
+    return dppo(tokens, cap, ((a > 0) & (shift > delta_high)) | ((a < 0) & (shift < -delta_low)))
 
 
 def log_one_minus_exp(x: np.ndarray) -> np.ndarray:
@@ -236,12 +236,12 @@ def binary_kl(old: np.ndarray, new: np.ndarray) -> np.ndarray:
 
 
 @objective()
-def dppo_kl(tokens: Tokens, dppo_delta_low: float, dppo_delta_high: float, dual_clip: float = math.inf):
+def dppo_kl(tokens: Tokens, delta_low: float, delta_high: float, cap: float = math.inf):
     """As dppo_tv, by the KL of the token against all others, in nats, with a threshold for each sign of A."""
     a = tokens.advantages
-    threshold = np.where(a > 0, dppo_delta_high, dppo_delta_low)
+    threshold = np.where(a > 0, delta_high, delta_low)
     away = ((a > 0) & (tokens.new > tokens.old)) | ((a < 0) & (tokens.new < tokens.old))
-    return dppo(tokens, dual_clip, away & (binary_kl(tokens.old, tokens.new) > threshold))
+    return dppo(tokens, cap, away & (binary_kl(tokens.old, tokens.new) > threshold))
 
 
 @objective()
@@ -257,11 +257,11 @@ def reinforce_is(tokens: Tokens):
     return loss, loss * tokens.moves
 
 
-@objective(dro_beta=(0.01, 2.0))
-def dro(tokens: Tokens, dro_beta: float):
+@objective(beta=(0.01, 2.0))
+def dro(tokens: Tokens, beta: float):
     """(beta / 2) (d - A / beta)^2 - A^2 / (2 beta) - A l_old, d = l - l_old: 2405.19107's regression, without a
     ratio."""
-    beta, d, a = dro_beta, tokens.log_ratio, tokens.advantages
+    d, a = tokens.log_ratio, tokens.advantages
     return beta / 2 * (d - a / beta) ** 2 - a**2 / (2 * beta) - a * tokens.old, beta * (d - a / beta)
 
 
@@ -282,36 +282,36 @@ def topr_token(tokens: Tokens):
     return tapered(tokens, tokens.log_ratio)
 
 
-@objective(ipo_delta_low=(0.01, 0.3), ipo_delta_high=(0.01, 0.3), ipo_tau=(0.001, 1.0))
-def ipo(tokens: Tokens, ipo_delta_low: float, ipo_delta_high: float, ipo_tau: float):
+@objective(delta_low=(0.01, 0.3), delta_high=(0.01, 0.3), tau=(0.001, 1.0))
+def ipo(tokens: Tokens, delta_low: float, delta_high: float, tau: float):
     """-1[-low <= pi - pi_old <= high] r A + tau d^2 (prime-rl)."""
     shift = np.exp(tokens.new) - np.exp(tokens.old)
-    kept = (shift <= ipo_delta_high) & (shift >= -ipo_delta_low)
+    kept = (shift <= delta_high) & (shift >= -delta_low)
     surrogate = np.where(kept, -tokens.ratio * tokens.advantages, 0.0)
     d = tokens.log_ratio
-    return surrogate + ipo_tau * d**2, surrogate * tokens.moves + 2 * ipo_tau * d
+    return surrogate + tau * d**2, surrogate * tokens.moves + 2 * tau * d
 
 
-@objective(vespo_k_pos=(0.5, 3.0), vespo_lambda_pos=(0.5, 3.0), vespo_k_neg=(0.5, 3.0), vespo_lambda_neg=(0.5, 3.0))
-def vespo(tokens: Tokens, vespo_k_pos: float, vespo_lambda_pos: float, vespo_k_neg: float, vespo_lambda_neg: float):
+@objective(k_pos=(0.5, 3.0), lambda_pos=(0.5, 3.0), k_neg=(0.5, 3.0), lambda_neg=(0.5, 3.0))
+def vespo(tokens: Tokens, k_pos: float, lambda_pos: float, k_neg: float, lambda_neg: float):
     """-sg[phi(W)] A l, phi(W) = W^k e^(lambda (1 - W)), 2602.10693. log W is clamped, and beyond it nothing moves."""
     total = tokens.log_ratio.sum()
     weight = bounded_exp(total)
     rises = tokens.advantages > 0
-    shape = np.where(rises, vespo_k_pos, vespo_k_neg)
-    rate = np.where(rises, vespo_lambda_pos, vespo_lambda_neg)
+    shape = np.where(rises, k_pos, k_neg)
+    rate = np.where(rises, lambda_pos, lambda_neg)
     scale = -(weight**shape) * np.exp(rate * (1 - weight)) * tokens.advantages
     return scale * tokens.new, scale * (abs(total) <= MAX_LOG_RATIO)
 
 
-@objective(gmpo_eps_low=(0.05, 0.5), gmpo_eps_high=(0.05, 0.5))
-def gmpo(tokens: Tokens, gmpo_eps_low: float, gmpo_eps_high: float):
+@objective(eps_low=(0.05, 0.5), eps_high=(0.05, 0.5))
+def gmpo(tokens: Tokens, eps_low: float, eps_high: float):
     """-sgn(A) prod_t |min(r_t A, clip(r_t, e^-low, e^high) A)|^(1 / N), 2507.20673, A one number per document.
 
     g is that of N tokens of equal weight, as in `gspo`.
     """
     a = tokens.advantages
-    bounded = np.clip(tokens.log_ratio, -gmpo_eps_low, gmpo_eps_high)
+    bounded = np.clip(tokens.log_ratio, -eps_low, eps_high)
     log_ratio = np.where(a >= 0, np.minimum(tokens.log_ratio, bounded), np.maximum(tokens.log_ratio, bounded))
     alive = log_ratio == tokens.log_ratio
     mean = log_ratio.mean()

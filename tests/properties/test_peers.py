@@ -307,7 +307,7 @@ def gmpo(b: Batch) -> Tensor:
 
 
 def dppo_flags(distance: str, size: float) -> str:
-    return f"--pg-objective dppo_{distance} --pg-dppo-delta-low {size} --pg-dppo-delta-high {size}"
+    return f"--pg-objective dppo_{distance},delta_low={size},delta_high={size}"
 
 
 def dppo(distance: str, size: float, c: float):
@@ -402,16 +402,16 @@ POLICY = "--pg-aux-aggregation policy"
 CONSTANT = "--loss-aggregation constant --loss-aggregation-divisor"
 SIXTEEN = f"{CONSTANT} 16 {POLICY}"
 NARROW = "--pg-clip-eps-low 0.01 --pg-clip-eps-high 0.01"
-DUAL = "--pg-objective dual_clip --pg-dual-clip 1.25"
+DUAL = "--pg-objective dual_clip,cap=1.25"
 GSPO = "--pg-objective gspo"
-CISPO = "--pg-objective cispo --pg-cispo-cap"
-IPO = "--pg-objective ipo --pg-ipo-delta-low 0.02 --pg-ipo-delta-high 0.03 --pg-ipo-tau 0.1"
+CISPO = "--pg-objective cispo,cap="
+IPO = "--pg-objective ipo,delta_low=0.02,delta_high=0.03,tau=0.1"
 RHO = "--pg-correction"
-NEAR = "--pg-correction-low 0.9 --pg-correction-high 1.1"
-UNCAPPED = "--pg-correction-high 1e9"
-ICEPOP = f"{RHO} icepop --pg-correction-low 0.8 --pg-correction-high 1.25"
-OPSM = f"{RHO} opsm --pg-correction-high 0.05"
-OPSM_OLD = f"{RHO} opsm_old --pg-correction-high 0.05"
+NEAR = "low=0.9,high=1.1"
+UNCAPPED = "high=1e9"
+ICEPOP = f"{RHO} icepop,low=0.8,high=1.25"
+OPSM = f"{RHO} opsm,high=0.05"
+OPSM_OLD = f"{RHO} opsm_old,high=0.05"
 KL = "--pg-kl-coef 0.3 --pg-kl-estimator"
 ENTROPY = "--pg-entropy-coef 0.3"
 
@@ -439,40 +439,40 @@ SAME = [
     ("`gspo`", "with sequence_mask", f"{GSPO} {RHO} mis", of_rows, lambda b: within(product(b), 0.0, 3.0) * gspo(b)),
     ("`gspo`", "with opsm", f"{GSPO} {OPSM_OLD}", of_rows, lambda b: stays(b, b.old, 0.05) * gspo(b)),
     ("`gspo_token`", "verl with rollout_is token", f"{GSPO}_token {RHO} tis", of_rows, truncated_gspo_by_token),
-    ("`cispo`", "TRL", f"{CISPO} 1.28 {TOKENS}", of_processes, cispo(0.0, 1.28)),
-    ("`cispo`", "verl slime NeMo-RL", f"{CISPO} 1.2 --pg-clip-eps-low 0.2 {TOKENS}", of_tokens, cispo(0.8, 1.2)),
+    ("`cispo`", "TRL", f"{CISPO}1.28 {TOKENS}", of_processes, cispo(0.0, 1.28)),
+    ("`cispo`", "verl slime NeMo-RL", f"{CISPO}1.2 --pg-clip-eps-low 0.2 {TOKENS}", of_tokens, cispo(0.8, 1.2)),
     ("`sapo`", "verl TRL", "--pg-objective sapo", of_rows, sapo),
-    ("`dppo_tv`", "verl", f"{dppo_flags('tv', 0.05)} --pg-dual-clip 1.3 {TOKENS}", of_tokens, dppo("tv", 0.05, 1.3)),
-    ("`dppo_kl`", "verl", f"{dppo_flags('kl', 0.02)} --pg-dual-clip 1.3 {TOKENS}", of_tokens, dppo("kl", 0.02, 1.3)),
-    ("`dro`", "verl", f"--pg-objective dro --pg-dro-beta 0.3 {TOKENS}", of_tokens, dro(0.3)),
+    ("`dppo_tv`", "verl", f"{dppo_flags('tv', 0.05)},cap=1.3 {TOKENS}", of_tokens, dppo("tv", 0.05, 1.3)),
+    ("`dppo_kl`", "verl", f"{dppo_flags('kl', 0.02)},cap=1.3 {TOKENS}", of_tokens, dppo("kl", 0.02, 1.3)),
+    ("`dro`", "verl", f"--pg-objective dro,beta=0.3 {TOKENS}", of_tokens, dro(0.3)),
     ("`topr`", "the paper", f"--pg-objective topr {CONSTANT} 1", whole, topr),
     ("`topr_token`", "by token", f"--pg-objective topr_token {TOKENS}", of_tokens, topr_by_token),
     ("`ipo`", "prime-rl", f"{IPO} {TOKENS}", of_tokens, ipo(0.02, 0.03, 0.1)),
     ("`vespo`", "TRL", f"--pg-objective vespo {TOKENS}", of_processes, vespo),
-    ("`gmpo`", "verl", "--pg-objective gmpo --pg-gmpo-eps-low 0.1 --pg-gmpo-eps-high 0.2", whole, gmpo),
+    ("`gmpo`", "verl", "--pg-objective gmpo,eps_low=0.1,eps_high=0.2", whole, gmpo),
     ("`reinforce`", "verl NeMo-RL", f"--pg-objective reinforce {TOKENS}", of_tokens, lambda b: -b.A * b.new),
     ("`reinforce_is`", "the formula", "--pg-objective reinforce_is", of_rows, lambda b: -b.A * b.r),
     ("`tis`", "slime miles", f"{RHO} tis", of_rollouts, lambda b: clip(b) * b.rho.clamp(0, 2)),
     (
         "`tis`",
         "TRL NeMo-RL, with a lower bound",
-        f"{RHO} tis {NEAR}",
+        f"{RHO} tis,{NEAR}",
         of_rows,
         lambda b: clip(b) * b.rho.clamp(0.9, 1.1),
     ),
     ("`tis`", "verl", f"{RHO} tis {TOKENS}", of_tokens, lambda b: clip(b) * b.rho.clamp(max=2.0)),
-    ("`tis`", "NeMo-RL Megatron, not capped", f"{RHO} tis {UNCAPPED} {TOKENS}", of_tokens, lambda b: clip(b) * b.rho),
+    ("`tis`", "NeMo-RL Megatron, not capped", f"{RHO} tis,{UNCAPPED} {TOKENS}", of_tokens, lambda b: clip(b) * b.rho),
     ("`seq_tis`", "TRL verl", f"{RHO} seq_tis", of_rows, lambda b: clip(b) * product(b).clamp(max=2.0)),
     (
         "`seq_tis`",
         "NeMo-RL gspo, not capped",
-        f"{GSPO} {RHO} seq_tis {UNCAPPED}",
+        f"{GSPO} {RHO} seq_tis,{UNCAPPED}",
         of_rows,
         lambda b: gspo(b) * product(b),
     ),
     ("`icepop`", "slime miles TRL NeMo-RL verl", ICEPOP, of_rows, lambda b: clip(b) * within(b.rho, 0.8, 1.25)),
     ("`mis`", "TRL", f"{RHO} mis", of_rows, lambda b: clip(b) * within(product(b), 0.0, 3.0)),
-    ("`seq_mask_tis`", "NeMo-RL", f"{RHO} seq_mask_tis {NEAR} {TOKENS}", of_tokens, masked_by_geometric_mean),
+    ("`seq_mask_tis`", "NeMo-RL", f"{RHO} seq_mask_tis,{NEAR} {TOKENS}", of_tokens, masked_by_geometric_mean),
     ("`opsm`", "TRL", OPSM, of_rows, lambda b: clip(b) * stays(b, b.rollout, 0.05)),
     ("`opsm_old`", "slime miles", OPSM_OLD, of_rollouts, lambda b: clip(b) * stays(b, b.old, 0.05)),
     ("`--pg-kl-coef`", "slime miles k1 k2 k3", f"{KL} k3", of_rollouts, with_kl(k3)),
@@ -532,11 +532,7 @@ def test_every_row_of_the_pages_has_a_test():
     tested = {row for row, *_ in SAME}
     tested |= {
         "`--custom-pg-loss-reducer-function-path`",  # tests/ranks/test_recipes.py
-        *(
-            "`--pg-objective`",
-            "`--pg-correction`",
-            "`--pg-objective dual_clip --pg-dual-clip`",
-        ),  # their values have rows
+        *("`--pg-objective`", "`--pg-correction`", "`--pg-objective dual_clip,cap=…`"),  # their values have rows
         "`grpo`",  # as `--pg-clip-eps-low`
         *(
             f"`{level}_{k}`" for level in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3")
@@ -668,16 +664,16 @@ def test_verl_k3_plus_is_k3_weighted_on_policy_and_has_the_gradient_of_k2_on_any
 def test_verl_dppo_caps_the_weight():
     batch = one_token(new=-4.7, old=-6.7, A=-1.0)
     flags = dppo_flags("tv", 0.2)
-    plain, capped = (float(ours(batch, flags + more)[0]) for more in ("", " --pg-dual-clip 3"))
+    plain, capped = (float(ours(batch, flags + more)[0]) for more in ("", ",cap=3"))
     assert float(theirs(batch, whole, dppo("tv", 0.2, 3.0))[0]) == pytest.approx(capped, rel=1e-12)
     assert stated(capped, plain, digits=1)
     up = one_token(new=-4.7, old=-6.7, A=1.0)  # the cap asks for no sign
-    assert float(ours(up, flags + " --pg-dual-clip 3")[0]) == pytest.approx(-capped, rel=1e-12)
+    assert float(ours(up, flags + ",cap=3")[0]) == pytest.approx(-capped, rel=1e-12)
 
 
 def test_cispo_has_a_lower_bound_elsewhere():
     batch = one_token(new=-2.0, old=-2.0 + torch.tensor(2.0).log().item(), A=1.0)
-    here, there = ours(batch, f"{CISPO} 1.2"), theirs(batch, whole, cispo(0.8, 1.2))
+    here, there = ours(batch, f"{CISPO}1.2"), theirs(batch, whole, cispo(0.8, 1.2))
     assert stated(-slope(there, batch), -slope(here, batch), digits=1)
 
 
@@ -724,7 +720,7 @@ def kept_by_verl(b: Batch, upper: float = 1.25) -> Tensor:
 
 
 BOUND = torch.tensor(1.25).double().log().item()
-REJECTED = f"{RHO} token_k1 --pg-correction-low {-BOUND} --pg-correction-high {BOUND}"
+REJECTED = f"{RHO} rejection,level=token,estimator=k1,low={-BOUND},high={BOUND}"
 
 
 def of_kept(mean, keep=kept_by_verl):
@@ -763,7 +759,7 @@ def test_verl_rejections_of_whole_sequences_are_scheduled_under_a_mean_of_rows(l
         of_row = b.sum_rows(divergence) / (b.counts if level == "mean" else 1)
         return b.mask * (of_row <= 0.08)[:, None]
 
-    flags = f"{RHO} seq_{level}_{kind} --pg-correction-high 0.08"
+    flags = f"{RHO} rejection,level=seq_{level},estimator={kind},high=0.08"
     assert is_same(random_batch(), flags, of_kept(seq_mean, kept), clip)
     assert is_same(random_batch(), f"{flags} {TOKENS} --pg-denominator kept", of_kept(of_tokens, kept), clip)
 

@@ -7,7 +7,8 @@ inherited, and a different value in our options is an error.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_pg.declarations.objectives import CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT, OBJECTIVES
+from megatron_pg.declarations.declaration import Number
+from megatron_pg.declarations.objectives import CAP, CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT, OBJECTIVES, WEIGHT_CAP
 from megatron_pg.hosts.startup import Inherited, flag_of
 
 OURS = "megatron_pg"  # the key below `loss_fn` that holds our options
@@ -75,14 +76,14 @@ def inherited(loss_fn: Mapping[str, Any]) -> Iterator[Inherited]:
     if objective:
         yield Inherited(f"loss_fn.{selected}", "pg_objective", objective)
     reads = _reads(objective, ours)
-    for option, name, plus in (
-        ("ratio_clip_min", CLIP_EPS_LOW.attribute, 0),
-        ("ratio_clip_max", CLIP_EPS_HIGH.attribute, 0),
-        ("ratio_clip_max", "pg_cispo_cap", 1),
-        ("ratio_clip_c", "pg_dual_clip", 0),
+    for option, number, plus in (
+        ("ratio_clip_min", CLIP_EPS_LOW, 0),
+        ("ratio_clip_max", CLIP_EPS_HIGH, 0),
+        ("ratio_clip_max", WEIGHT_CAP, 1),
+        ("ratio_clip_c", CAP, 0),
     ):
-        if name in reads and loss_fn[option] is not None:
-            yield Inherited(f"loss_fn.{option}{' + 1' * plus}", name, plus + loss_fn[option])
+        if number in reads and loss_fn[option] is not None:
+            yield Inherited.number(f"loss_fn.{option}{' + 1' * plus}", number, plus + loss_fn[option])
     coefficient = _kl_coefficient(loss_fn)
     yield Inherited("loss_fn.reference_policy_kl_penalty", "pg_kl_coef", coefficient)
     if coefficient and "pg_kl_estimator" not in ours and not _has_no_estimator(loss_fn):
@@ -92,12 +93,12 @@ def inherited(loss_fn: Mapping[str, Any]) -> Iterator[Inherited]:
         yield from _correction(loss_fn)
 
 
-def _reads(objective: str | None, ours: Mapping[str, Any]) -> set[str]:
-    """Arguments that the objective in force reads; a custom objective reads none."""
+def _reads(objective: str | None, ours: Mapping[str, Any]) -> set[Number]:
+    """Numbers that the objective in force reads; a custom objective reads none."""
     if ours.get("pg_custom_objective_path"):
         return set()
-    declared = OBJECTIVES.get(objective or ours.get("pg_objective", DEFAULT))
-    return {number.attribute for number in declared.numbers} if declared else set()
+    declared = OBJECTIVES.get(objective or str(ours.get("pg_objective", DEFAULT)).partition(",")[0])
+    return set(declared.numbers) if declared else set()
 
 
 def _correction(loss_fn: Mapping[str, Any]) -> Iterator[Inherited]:
@@ -107,8 +108,9 @@ def _correction(loss_fn: Mapping[str, Any]) -> Iterator[Inherited]:
         low, high = loss_fn[f"{_TIS}_ratio_min"], loss_fn[f"{_TIS}_ratio"]
         option = "loss_fn.use_importance_sampling_correction"
         yield Inherited(option if kind is None else f"{option} with {kind}", "pg_correction", name)
-        yield Inherited(f"loss_fn.{_TIS}_ratio_min", "pg_correction_low", 0.0 if low is None else low)
-        yield Inherited(f"loss_fn.{_TIS}_ratio", "pg_correction_high", _NOT_TRUNCATED if kind is None else high)
+        lowest, highest = 0.0 if low is None else low, _NOT_TRUNCATED if kind is None else high
+        yield Inherited(f"loss_fn.{_TIS}_ratio_min", "pg_correction", lowest, option="low")
+        yield Inherited(f"loss_fn.{_TIS}_ratio", "pg_correction", highest, option="high")
 
 
 def _gives_aggregation(ours: Mapping[str, Any]) -> bool:

@@ -10,12 +10,12 @@ from megatron_pg.hosts.startup import Inherited, defaults, flag_of
 _CLIPPED = [name for name, each in OBJECTIVES.items() if {CLIP_EPS_LOW, CLIP_EPS_HIGH} <= each.numbers.keys()]
 _CLIPS = {"eps_clip": CLIP_EPS_LOW.attribute, "eps_clip_high": CLIP_EPS_HIGH.attribute}
 _EPS_CLIP = 0.2  # their default of both
-_TIS = {"tis_clip_low": ("pg_correction_low", 0.0), "tis_clip": ("pg_correction_high", 2.0)}  # ours, and their default
+_TIS = {"tis_clip_low": ("low", 0.0), "tis_clip": ("high", 2.0)}  # the option of tis, and their default
 _ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}  # low_var_kl is k3 with a cap of 10
 _UNSUPPORTED = {  # flags whose effect lies in the loss that ours replaces, and the replacement
     "custom_tis_function_path": "remove it and choose a --pg-correction (docs/objectives.md)",
-    "use_opsm": "give --pg-correction opsm_old or opsm_rollout with its --pg-correction-high",
-    "eps_clip_c": "give --pg-objective dual_clip --pg-dual-clip",
+    "use_opsm": "give --pg-correction opsm_old,high=… or opsm,high=…",
+    "eps_clip_c": "give --pg-objective dual_clip,cap=…",
     "get_mismatch_metrics": "remove it; --pg-metrics has them where samples have rollout log-probabilities",
     "recompute_loss_function": "remove it; --pg-fused-head stores no logits",
     "custom_loss_function_path": "remove it, or remove this loss",
@@ -40,9 +40,9 @@ def inherited(args: argparse.Namespace) -> Iterator[Inherited]:
             yield Inherited(flag_of(name), ours, value, value == _EPS_CLIP)
     if args.use_tis:  # weights of the tokens: exp(old - rollout), clamped
         yield Inherited("--use-tis", "pg_correction", "tis")
-        for name, (ours, default) in _TIS.items():
+        for name, (option, default) in _TIS.items():
             value = getattr(args, name)
-            yield Inherited(flag_of(name), ours, value, value == default)
+            yield Inherited(flag_of(name), "pg_correction", value, value == default, option)
     if args.use_kl_loss and args.kl_loss_coef:
         estimator = _ESTIMATORS[args.kl_loss_type] + ("_weighted" if vars(args).get("use_unbiased_kl") else "")
         yield Inherited("--kl-loss-coef", "pg_kl_coef", args.kl_loss_coef)
@@ -97,4 +97,4 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _objective(args: argparse.Namespace) -> str:
-    return vars(args).get("pg_objective", DEFAULT)
+    return str(vars(args).get("pg_objective", DEFAULT)).partition(",")[0]

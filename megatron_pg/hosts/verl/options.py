@@ -9,7 +9,20 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from megatron_pg.declarations.choices import AT_ONCE
-from megatron_pg.declarations.objectives import OBJECTIVES
+from megatron_pg.declarations.declaration import Number
+from megatron_pg.declarations.objectives import (
+    BETA,
+    CAP,
+    CLIP_EPS_HIGH,
+    CLIP_EPS_LOW,
+    DELTA_HIGH,
+    DELTA_LOW,
+    OBJECTIVES,
+    TAU_NEG,
+    TAU_POS,
+    WEIGHT_CAP,
+)
+from megatron_pg.flags.option_text import Selection
 from megatron_pg.hosts.startup import CheckedArguments, Inherited, check
 
 RESPONSE_LENGTH = "_megatron_pg_response_length"  # attribute of an actor: verl's rollout.response_length
@@ -21,21 +34,21 @@ class Mode(NamedTuple):
     """A policy loss of verl that one of our objectives computes."""
 
     objective: str
-    numbers: Mapping[str, str] = {}  # ours, by fields of verl's actor
+    numbers: Mapping[str, Number] = {}  # ours, by fields of verl's actor
 
 
-_CLIP = {"clip_ratio_low": "pg_clip_eps_low", "clip_ratio_high": "pg_clip_eps_high"}
-_DPPO = {"clip_ratio_low": "pg_dppo_delta_low", "clip_ratio_high": "pg_dppo_delta_high", "clip_ratio_c": "pg_dual_clip"}
-_VANILLA = Mode("dual_clip", {**_CLIP, "clip_ratio_c": "pg_dual_clip"})
+_CLIP = {"clip_ratio_low": CLIP_EPS_LOW, "clip_ratio_high": CLIP_EPS_HIGH}
+_DPPO = {"clip_ratio_low": DELTA_LOW, "clip_ratio_high": DELTA_HIGH, "clip_ratio_c": CAP}
+_VANILLA = Mode("dual_clip", {**_CLIP, "clip_ratio_c": CAP})
 MODES = {
     "vanilla": _VANILLA,
     "gspo": Mode("gspo_token", _CLIP),
-    "cispo": Mode("cispo", {"clip_ratio_low": "pg_clip_eps_low", "clip_ratio_high": "pg_cispo_cap"}),
+    "cispo": Mode("cispo", {"clip_ratio_low": CLIP_EPS_LOW, "clip_ratio_high": WEIGHT_CAP}),
     "dppo_tv": Mode("dppo_tv", _DPPO),
     "dppo_kl": Mode("dppo_kl", _DPPO),
-    "sapo": Mode("sapo", {"tau_pos": "pg_sapo_tau_pos", "tau_neg": "pg_sapo_tau_neg"}),
+    "sapo": Mode("sapo", {"tau_pos": TAU_POS, "tau_neg": TAU_NEG}),
     "gpg": Mode("reinforce"),
-    "dro": Mode("dro", {"policy_loss.dro_beta": "pg_dro_beta"}),
+    "dro": Mode("dro", {"policy_loss.dro_beta": BETA}),
 }
 _SEQUENCE_MEAN = "seq-mean-token-mean"  # of gspo and sapo where a release of verl ignores loss_agg_mode
 _SUM_NORM = "seq-mean-token-sum-norm"
@@ -96,9 +109,9 @@ class _Loss:
             yield Inherited(f"actor.policy_loss.loss_mode {self.mode}", "pg_objective", MODES[self.mode].objective)
         for option, ours in self.numbers.items():
             value, usual = self._number(option), _USUAL.get(option)
-            is_chosen = value != usual or (self.is_theirs and ours not in given)
+            is_chosen = value != usual or (self.is_theirs and not self._gives(ours))
             if value is not None and is_chosen and ours in self._reads():
-                yield Inherited(f"actor.{option}", ours, float(value) + (ours == "pg_cispo_cap"))  # an absolute cap
+                yield Inherited.number(f"actor.{option}", ours, float(value) + (ours == WEIGHT_CAP))  # an absolute cap
         yield from self._mean()
         if actor.use_kl_loss:
             yield Inherited("actor.kl_loss_coef", "pg_kl_coef", float(actor.kl_loss_coef))
@@ -131,21 +144,26 @@ class _Loss:
         value = attrgetter(name)(self.actor)
         return self.actor.clip_ratio if value is None and name in _CLIP else value
 
-    def _reads(self) -> set[str]:
-        """Our arguments that the objective in force reads; a custom objective reads all."""
+    def _gives(self, number: Number) -> bool:
+        """Whether our options give a number."""
+        selected = Selection.of("pg_objective", self.given.get("pg_objective", ""))
+        return number.attribute in (self.given if number.flag else selected.given)
+
+    def _reads(self) -> set[Number]:
+        """Numbers that the objective in force reads; a custom objective has the clip bounds."""
         if "pg_custom_objective_path" in self.given:
-            return set(_VANILLA.numbers.values())
+            return set(_CLIP.values())
         if self.is_theirs:
             return set(self.numbers.values())
-        declared = OBJECTIVES.get(self.given["pg_objective"])
-        return {number.attribute for number in declared.numbers} if declared else set()
+        declared = OBJECTIVES.get(str(self.given["pg_objective"]).partition(",")[0])
+        return set(declared.numbers) if declared else set()
 
     def refused(self) -> Iterator[str]:
         """Messages about what the actor asks for and this loss does not support."""
         actor, given, mode = self.actor, self.given, f"actor.policy_loss.loss_mode={self.mode}"
         if self.mode not in MODES:
             yield f"{mode} has no objective of megatron_pg. Use {', '.join(MODES)}, or vanilla with pg_objective."
-        if self.mode == "dro" and actor.policy_loss.dro_beta is None and "pg_dro_beta" not in given:
+        if self.mode == "dro" and actor.policy_loss.dro_beta is None and not self._gives(BETA):
             yield f"actor.policy_loss.dro_beta is null, and {mode} needs it. Set it to a positive number."
         if self.mode != "vanilla" and "pg_custom_objective_path" in given:
             yield f"{mode} has no effect with pg_custom_objective_path. Remove one of them."

@@ -28,6 +28,7 @@ class Correction:
     high: float | None = None
     fraction: float | None = None  # f, of the step's tokens
     coef: float | None = None  # β
+    words: tuple[str, ...] = ()  # its further options, as declared
 
 
 NONE = Correction(name="none")
@@ -67,10 +68,10 @@ def _within(values: Tensor, low: float, high: float) -> Factors:
     return torch.where(kept, values, 0), kept
 
 
-def reject(level: str, divergence: str, log_rho: Tensor, low: float | None, high: float) -> Factors:
+def reject(level: str, divergence: str, log_rho: Tensor, low: float, high: float) -> Factors:
     """Tokens as they are where the divergence is in bounds; all divergences estimate KL(rollout‖trainer)."""
     values = _LEVELS[level](_DIVERGENCES[divergence](log_rho)).expand_as(log_rho)
-    kept = (values <= high) & (values >= (-torch.inf if low is None else low))
+    kept = (values <= high) & (values >= low)
     return kept.double(), kept
 
 
@@ -114,5 +115,6 @@ def correction_factors(samples: Sequence[Sample], correction: Correction) -> Fac
         factors.append(torch.ones(len(mask), dtype=torch.float64))
         kept.append(torch.zeros(len(mask), dtype=torch.bool))
         if mask.any():
-            factors[-1][mask], kept[-1][mask] = factors_of(old - rollout, correction.low, correction.high)
+            numbers = correction.low, correction.high
+            factors[-1][mask], kept[-1][mask] = factors_of(*correction.words, old - rollout, *numbers)
     return torch.cat(factors), torch.cat(kept)

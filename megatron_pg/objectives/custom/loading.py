@@ -4,19 +4,18 @@ It returns the loss of each token, or a pair of the losses and its own metrics: 
 """
 
 import functools
-from argparse import Namespace
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from megatron_pg.declarations.choices import AT_ONCE, OBJECTIVE_PARAMETERS
-from megatron_pg.declarations.objectives import numbers as declared_numbers
 from megatron_pg.flags.errors import ArgumentError, numbered
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import recompute_violation
 from megatron_pg.flags.import_path import load_function
+from megatron_pg.flags.option_text import Selection
 from megatron_pg.objectives.custom.token_kernel import custom_token_kernel, token_kernel_failure, token_kernel_refusal
 from megatron_pg.objectives.interface.objective import Objective
 from megatron_pg.objectives.interface.tokens import Parameters, Tokens
@@ -25,35 +24,18 @@ _ADVANTAGES = torch.tensor([-0.7, -0.3, 0.0, 0.5, 0.9, 1.3], dtype=torch.float64
 _SIZE = len(_ADVANTAGES)
 
 
-class _Watched(Parameters):
-    """Remembers which numbers were read that no flag has given."""
-
-    def __init__(self, parameters: Parameters):
-        super().__init__(**vars(parameters), _missing=set())
-
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        if value is None:
-            self._missing.add(name)
-        return value
-
-    def advice(self) -> str:
-        """Which flags an objective that has failed may lack."""
-        flags = ", ".join(f"--pg-{name.replace('_', '-')}" for name in sorted(self._missing))
-        return f"; it read a number whose flag was not given: {flags}" if flags else ""
-
-
-def custom_objective_of(args: Namespace) -> Objective:
+def custom_objective_of(facts: Facts) -> Objective:
     """The objective of `--pg-custom-objective-path`, from arguments without violations.
 
     Raises:
         ArgumentError: rule E16, or E55, when it reads whole sequences and the fused head cannot.
         ImportPathError: it cannot be imported or called.
     """
-    objective = load_custom_objective(args.pg_custom_objective_path, **Facts(args).objective_numbers)
-    if objective.reads_sequences and args.pg_fused_head in AT_ONCE:
+    head_mode = facts.args.pg_fused_head
+    objective = load_custom_objective(str(cast(Selection, facts.custom_objective).name), **facts.objective_numbers)
+    if objective.reads_sequences and head_mode in AT_ONCE:
         reader = f"--pg-custom-objective-path {objective.name}"
-        raise ArgumentError(numbered(recompute_violation(reader, args.pg_fused_head)))
+        raise ArgumentError(numbered(recompute_violation(reader, head_mode)))
     return objective
 
 
@@ -66,7 +48,7 @@ def load_custom_objective(path: str, **numbers: float) -> Objective:
         ImportPathError: it cannot be imported or called.
     """
     function = load_function(path, OBJECTIVE_PARAMETERS)
-    parameters = Parameters(**(dict.fromkeys(number.name for number in declared_numbers()) | numbers))
+    parameters = Parameters(**numbers)
 
     @functools.wraps(function)  # whose source the ranks compare
     def loss(tokens: Tokens, parameters: Parameters) -> Tensor:
@@ -126,12 +108,11 @@ def _probe_reports(reports: Callable, parameters: Parameters) -> str | None:
 
 def _probe(loss: Callable, parameters: Parameters) -> str | None:
     """Why the objective is refused, or None: six tokens, together and two by two."""
-    watched = _Watched(parameters)
     try:
-        whole, gradient = _try(loss, watched, torch.arange(_SIZE))
-        parts = [_try(loss, watched, torch.arange(start, start + 2)) for start in range(0, _SIZE, 2)]
+        whole, gradient = _try(loss, parameters, torch.arange(_SIZE))
+        parts = [_try(loss, parameters, torch.arange(start, start + 2)) for start in range(0, _SIZE, 2)]
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        return f"fails on six tokens: {type(error).__name__}: {error}{watched.advice()}"
+        return f"fails on six tokens: {type(error).__name__}: {error}"
     if whole.shape != (_SIZE,) or whole.dtype != torch.float64:
         given = f"shape {tuple(whole.shape)} and dtype {whole.dtype}"
         return f"gives {given} for 6 tokens in float64; give the loss of each token"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_pg.objectives.interface.token_kernel import MOST_NUMBERS, TokenKernel, in_torch
-from megatron_pg.objectives.interface.tokens import Parameters, Tokens
+from megatron_pg.objectives.interface.tokens import Parameters, Tokens, given_by
 
 _COUNT = 4096
 _TOLERANCE = 1e-9  # relative; both sides are float64
@@ -47,7 +47,7 @@ def token_kernel_refusal(function: Callable, parameters: Parameters, *, reads_se
         return f"has a token kernel of {len(names)} numbers, and kernels pass {MOST_NUMBERS}; combine some of them"
     for name in names:
         if vars(parameters).get(name) is None:
-            return f"has a token kernel that reads {name}, which no flag has given; give --pg-{name.replace('_', '-')}"
+            return f"has a token kernel that reads {name}, which is not given; add {given_by(name)}"
     return None
 
 

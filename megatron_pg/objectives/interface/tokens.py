@@ -9,6 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from megatron_pg.declarations.objectives import CLIP_EPS_HIGH, CLIP_EPS_LOW
+
 MAX_LOG_RATIO = 20.0  # beyond it the ratio is meaningless (e^20 = 5e8): value clamped, gradient 0, counted as a metric
 
 
@@ -32,17 +34,20 @@ def unclamped(values: Tensor, log_ratios: Tensor) -> Tensor:
 
 
 class Parameters(SimpleNamespace):
-    """The numbers of an objective, under the names of their flags (`--pg-` before them). The same on every rank.
+    """The numbers of an objective, under the names of their options. The same on every rank.
 
-    An objective of ours has the numbers that its declaration names. A user's own has all that any objective reads; one
-    that was not given is None.
+    An objective of the package has the numbers that its declaration names, a custom objective those that are given.
     """
 
     def __getattr__(self, name: str) -> None:
-        known = ", ".join(sorted(each for each in vars(self) if not each.startswith("_")))
-        raise AttributeError(
-            f"parameters has no {name!r}, only {known}. Declare a number of that name (docs/adding.md)"
-        )
+        known = ", ".join(sorted(vars(self))) or "none"
+        raise AttributeError(f"the number {name!r} is not given; given are: {known}. Add {given_by(name)}.")
+
+
+def given_by(name: str) -> str:
+    """How a user gives a number."""
+    is_flag = name in (CLIP_EPS_LOW.name, CLIP_EPS_HIGH.name)
+    return f"--pg-{name.replace('_', '-')}" if is_flag else f"the option {name}=… to the objective"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,30 +18,28 @@ from megatron_pg.objectives import objective_of
 NUMBERS = {
     "clip_eps_low": 0.2,
     "clip_eps_high": 0.28,
-    "dual_clip": 3.0,
-    "cispo_cap": 1.5,
-    "sapo_tau_pos": 1.0,
-    "sapo_tau_neg": 1.05,
-    "dppo_delta_low": 0.05,
-    "dppo_delta_high": 0.1,
-    "dro_beta": 0.5,
-    "ipo_delta_low": 0.05,
-    "ipo_delta_high": 0.1,
-    "ipo_tau": 0.1,
-    "vespo_k_pos": 2.0,
-    "vespo_lambda_pos": 3.0,
-    "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0,
-    "gmpo_eps_low": 0.3,
-    "gmpo_eps_high": 0.4,
+    "cap": 3.0,
+    "tau_pos": 1.0,
+    "tau_neg": 1.05,
+    "delta_low": 0.05,
+    "delta_high": 0.1,
+    "beta": 0.5,
+    "tau": 0.1,
+    "k_pos": 2.0,
+    "lambda_pos": 3.0,
+    "k_neg": 3.0,
+    "lambda_neg": 2.0,
+    "eps_low": 0.3,
+    "eps_high": 0.4,
 }
 SIZES = [3, 1, 4]  # tokens of three sequences
 
 
 def build(name: str, **changes: float):
     """The objective with the numbers that it reads."""
+    numbers = NUMBERS | ({"cap": 1.5} if name == "cispo" else {}) | changes
     reads = {number.name for number in OBJECTIVES[name].numbers}
-    return objective_of(name, **{n: v for n, v in (NUMBERS | changes).items() if n in reads})
+    return objective_of(name, **{n: v for n, v in numbers.items() if n in reads})
 
 
 ESTIMATORS = {name: declared.load() for name, declared in KL_ESTIMATORS.items()}

@@ -164,11 +164,8 @@ EVALUATIONS = ["dp2-constant-evaluate", "tp2s-constant-fused-evaluate", "pp2-pro
 STARTUP = words("""
     loss_aggregation loss_aggregation_divisor custom_pg_loss_reducer_function_path calculate_per_token_loss
     pg_clip_eps_low pg_clip_eps_high pg_temperature pg_metrics pg_kernel pg_objective pg_dry_run pg_no_mismatch_advice
-    pg_custom_objective_path pg_dual_clip pg_cispo_cap pg_sapo_tau_pos pg_sapo_tau_neg pg_dppo_delta_low
-    pg_dppo_delta_high pg_correction pg_correction_low pg_correction_high pg_correction_fraction pg_correction_coef seed
-    pg_dro_beta pg_ipo_delta_low pg_ipo_delta_high pg_ipo_tau pg_gmpo_eps_low pg_gmpo_eps_high pg_vespo_k_pos
-    pg_vespo_lambda_pos pg_vespo_k_neg pg_vespo_lambda_neg pg_denominator pg_kl_coef pg_kl_estimator pg_entropy_coef
-    pg_aux_aggregation pg_term pg_teacher_tail_floor pg_teacher_head pg_sampling_mask_missing pg_sampling_mask_entropy
+    pg_custom_objective_path pg_correction seed pg_denominator pg_kl_coef pg_kl_estimator pg_entropy_coef
+    pg_aux_aggregation pg_term pg_sampling_mask_missing pg_sampling_mask_entropy
     pg_mtp_aggregation pg_grad_divisor docs_per_step docs_per_step_policy docs_per_step_end docs_per_step_drop_position
     context_parallel_size cuda_graph_impl cuda_graph_modules cuda_graph_scope dataloader_type
     data_parallel_sharding_strategy data_parallel_size moe_router_load_balancing_type expert_model_parallel_size
@@ -252,10 +249,10 @@ FAULTS = {
     "tp2-constant-topkbeyond": "contains token id 16 at response token",
     "dp2-constant-whole-wholeabsent": "rank 1: sample 1 has no teacher_hidden, which --pg-term wide:full_jsd needs",
     "dp2-constant-whole-wholewidth": "rank 1: teacher_hidden of sample 1 have width 5, and "
-    "the rows of --pg-teacher-head have 6",
+    "the rows of the teacher's head have 6",
     "dp2-constant-whole-wholenan": "rank 1: teacher_hidden of sample 1 contain a number "
     "that is not finite at response token",
-    "pp2-constant-whole-wholecolumns": "--pg-teacher-head has 15 rows and the student 16 columns",
+    "pp2-constant-whole-wholecolumns": "has 15 rows and the student 16 columns",
     "dp2-constant-keptnowhere": "data-parallel rank 0 has samples with a sampling mask and rank 1 has none",
     "dp2-constant-keptabsent": "rank 1: sample 1 has no sampling mask while others of the step have one",
     "dp2-constant-keptoutside": "rank 1: sampling_mask of sample 1 does not hold token",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import step_cases
 import torch
-from namespaces import arguments
+from namespaces import arguments, objective_arguments, with_options
 from samples import share_an_advantage
 from step_cases import CUSTOM, VOCABULARY, StepCase, first_row, numbers_of
 from step_oracle import Settings, Term
@@ -67,7 +67,8 @@ def loss_of(asked: Settings, keeps_entropy: bool = False) -> LossSettings:
     Raises:
         ArgumentError: they contradict each other.
     """
-    texts = [flag_text(term, asked.temperature) for term in asked.terms]
+    floor = None if asked.tail_floor == USUAL_FLOOR else asked.tail_floor
+    texts = [flag_text(term, asked.temperature, floor) for term in asked.terms]
     texts += [] if asked.has_policy else ["rl:rl,weight=0"]
     is_custom, reads_hidden = asked.aggregation == CUSTOM, any(term.kind in FULL for term in asked.terms)
     low, high = asked.bounds
@@ -76,11 +77,8 @@ def loss_of(asked: Settings, keeps_entropy: bool = False) -> LossSettings:
         loss_aggregation_divisor=None if is_custom else asked.divisor,
         custom_pg_loss_reducer_function_path=REDUCER if is_custom else None,
         calculate_per_token_loss=asked.per_token,
-        pg_objective=asked.objective,
-        **{f"pg_{name}": asked.numbers[name] for name in numbers_of(asked.objective)},
-        pg_correction=asked.correction,
-        pg_correction_low=low,
-        pg_correction_high=high,
+        **objective_arguments(asked.objective, {name: asked.numbers[name] for name in numbers_of(asked.objective)}),
+        pg_correction=with_options(asked.correction, low=low, high=high),
         pg_denominator=asked.denominator,
         pg_kl_coef=asked.kl_coef,
         pg_kl_estimator=asked.kl_estimator if asked.kl_coef else None,
@@ -89,8 +87,6 @@ def loss_of(asked: Settings, keeps_entropy: bool = False) -> LossSettings:
         pg_grad_divisor=asked.grad_divisor,
         pg_temperature=asked.temperature,
         pg_term=texts or None,
-        pg_teacher_tail_floor=None if asked.tail_floor == USUAL_FLOOR else asked.tail_floor,
-        pg_teacher_head=teacher_head() if reads_hidden else None,
         pg_fused_head="recompute" if reads_hidden else None,
         pg_metrics="with_entropy",
         pg_sampling_mask_entropy="kept" if keeps_entropy else "full",
@@ -102,13 +98,17 @@ def loss_of(asked: Settings, keeps_entropy: bool = False) -> LossSettings:
         return LossSettings.from_args(validate_args(args))
 
 
-def flag_text(term: Term, temperature: float) -> str:
+def flag_text(term: Term, temperature: float, tail_floor: float | None) -> str:
     options = {name: getattr(term, name) for name in ("weight", "aggregation", "divisor", "on", "estimator")}
     if term.kind in TOPK:
         options |= {"temperature": temperature, "beta" if term.kind == "topk_jsd" else "alpha": term.share}
     if term.kind == "full_jsd":
         options |= {"beta": term.share}
-    return ",".join([f"{term.name}:{term.kind}", *(f"{k}={v}" for k, v in options.items() if v is not None)])
+    if term.kind in FULL:
+        options |= {"head": teacher_head()}
+    if have_tail([term]):
+        options |= {"tail_floor": tail_floor}
+    return with_options(f"{term.name}:{term.kind}", **options)
 
 
 @cache

@@ -45,8 +45,8 @@ OBJECTIVES = {
     "grpo": (_CLIP, {}),
     "gspo": ({"pg_objective": "gspo", **_CLIP}, {"objective": "gspo"}),
     "cispo, tis": (
-        {"pg_objective": "cispo", "pg_cispo_cap": 1.3, "pg_correction": "tis", "pg_correction_high": 1.1},
-        {"objective": "cispo", "numbers": {"cispo_cap": 1.3}, "correction": "tis", "correction_high": 1.1},
+        {"pg_objective": "cispo,cap=1.3", "pg_correction": "tis,high=1.1"},
+        {"objective": "cispo", "numbers": {"cap": 1.3}, "correction": "tis", "correction_high": 1.1},
     ),
     "kl": ({**_CLIP, "pg_kl_coef": 0.3, "pg_kl_estimator": "k3"}, {"kl_coef": 0.3, "kl_estimator": "k3"}),
 }

@@ -95,7 +95,7 @@ class Case:
         kl = [Term("kl", "kl", BETA, self.kl_mode, on="rl", estimator=self.kl)] if self.kl else []
         return Settings(
             objective=self.objective,
-            numbers={"clip_eps_low": LOW, "clip_eps_high": HIGH, "cispo_cap": CAP},
+            numbers={"clip_eps_low": LOW, "clip_eps_high": HIGH, "cap": CAP},
             aggregation=self.mode,
             divisor=DIVISOR,
             correction="tis" if self.tis else "none",

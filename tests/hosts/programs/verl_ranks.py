@@ -44,7 +44,7 @@ EPS = {"pg_clip_eps_low": 0.2, "pg_clip_eps_high": 0.28}
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "grpo": {"pg_objective": "grpo", **EPS},
     "gspo": {"pg_objective": "gspo", **EPS},
-    "cispo, TIS": {"pg_objective": "cispo", "pg_cispo_cap": 1.3, "pg_correction": "tis", "pg_correction_high": 1.5},
+    "cispo, TIS": {"pg_objective": "cispo,cap=1.3", "pg_correction": "tis,high=1.5"},
     "KL and entropy": {
         **{"pg_objective": "grpo", **EPS, "pg_kl_coef": 0.1, "pg_kl_estimator": "k3_weighted", "pg_entropy_coef": 0.05}
     },
@@ -122,11 +122,20 @@ def of_step(samples: Sequence[Sample], number: int, steps: int) -> Sequence[Samp
 def settings_of(options: dict[str, Any]) -> Settings:
     """The oracle's words for our options."""
     words = {name.removeprefix("pg_"): value for name, value in options.items()}
-    words["numbers"] = {name: words.pop(name) for name in token_oracle.RANGES if name in words}
+    words["objective"], numbers = _parted(words["objective"])
+    words["correction"], bounds = _parted(words.get("correction", "none"))
+    words |= {f"correction_{name}": value for name, value in bounds.items()}
+    words["numbers"] = numbers | {name: words.pop(name) for name in token_oracle.RANGES if name in words}
     aggregation = words.pop("loss_aggregation")
     if divisor := words.pop("loss_aggregation_divisor", None):
         words["divisor"] = divisor
     return Settings(aggregation=aggregation, per_token=aggregation == "token_mean", **words)
+
+
+def _parted(text: str) -> tuple[str, dict[str, float]]:
+    """The name and the numbers of an objective or correction."""
+    name, *options = text.split(",")
+    return name, {option: float(value) for option, _, value in (each.partition("=") for each in options)}
 
 
 def documents_of(samples: Sequence[Sample]) -> list[Document]:

@@ -12,8 +12,7 @@ from namespaces import GRAPHS, REDUCER, CudaGraphScope, accepts, arguments, brea
 import megatron_pg
 from megatron_pg.flags import compatibility
 
-TAUGHT = {"pg_teacher_head": "teacher.safetensors", "pg_fused_head": "recompute"}
-NAMES = {"GRAPHS": GRAPHS, "TAUGHT": TAUGHT, "REDUCER": REDUCER, "Decimal": Decimal, "inf": inf, "nan": nan}
+NAMES = {"GRAPHS": GRAPHS, "REDUCER": REDUCER, "Decimal": Decimal, "inf": inf, "nan": nan}
 NAMES["CudaGraphScope"] = CudaGraphScope
 TEXT = (Path(__file__).parent / "rules.txt").read_text(encoding="utf-8")
 RULES = [line for line in TEXT.replace("\n    ", " ").splitlines() if line and not line.startswith("#")]

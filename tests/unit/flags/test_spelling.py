@@ -4,10 +4,12 @@ from argparse import ArgumentParser
 
 import pytest
 
-from megatron_pg.args import add_arguments
+from megatron_pg.args import add_arguments, own_arguments
+from megatron_pg.flags.moved import replacement
+from megatron_pg.flags.option_text import split
 from megatron_pg.flags.spelling import NAMES, meant_flags
 
-FLAGS = {flag for action in add_arguments(ArgumentParser(add_help=False))._actions for flag in action.option_strings}
+FLAGS = {f"--{name.replace('_', '-')}" for name in own_arguments()}
 
 MEANT = {
     # by its name elsewhere, or by its meaning
@@ -29,9 +31,6 @@ MEANT = {
     "--loss-aggregation-d": ["--loss-aggregation-divisor"],
     "--loss": ["--loss-aggregation", "--loss-aggregation-divisor"],
     "--pg": [],  # too many
-    # renamed in 0.3.0
-    "--pg-support-missing": ["--pg-sampling-mask-missing"],
-    "--pg-entropy-support=kept": ["--pg-sampling-mask-entropy"],
     # a slip
     "-loss-aggregation": ["--loss-aggregation"],
     "-pg-kl-coef=0.1": ["--pg-kl-coef"],
@@ -42,7 +41,7 @@ MEANT = {
     "--pg-entropy-coefficient": ["--pg-entropy-coef"],
     "--pg-zzzzzzzzzzzz": [],
     "--pg-value-coef": [],  # there is no value loss, and nothing close
-    "--pg-correctoin-hgih": ["--pg-correction-high"],
+    "--pg-correctoin": ["--pg-correction"],
 }
 
 
@@ -69,3 +68,32 @@ def test_the_names_are_of_flags_that_exist_and_are_no_flags():
     assert NAMES.keys() <= FLAGS
     assert not FLAGS & {f"--{prefix}{name}" for names in NAMES.values() for name in names for prefix in ("", "pg-")}
     assert all(meant_flags(f"--pg-{name}", FLAGS)[0] in NAMES for names in NAMES.values() for name in names)
+
+
+MOVED = {
+    "--pg-cispo-cap 1.28": "--pg-objective cispo,cap=1.28",
+    "--pg-cispo-cap=1.28": "--pg-objective cispo,cap=1.28",
+    "--pg-correction-high 2": "--pg-correction NAME,high=2",
+    "--pg-teacher-head a.safetensors:w": "--pg-term NAME:full_…,head=a.safetensors:w",
+    "--pg-stream sft:ce": "--pg-term sft:ce",
+    "--pg-entropy-support kept": "--pg-sampling-mask-entropy kept",
+}
+
+
+@pytest.mark.parametrize("words", MOVED)
+def test_a_flag_of_an_earlier_release_is_refused_with_the_line_to_write(words, capsys):
+    with pytest.raises(SystemExit):
+        add_arguments(ArgumentParser(allow_abbrev=False)).parse_args(words.split())
+    name = words.replace("=", " ").split()[0]
+    assert f"{name} is not a flag since 0.3.0. Write {MOVED[words]}." in capsys.readouterr().err
+
+
+def test_every_moved_flag_is_written_as_a_flag_that_exists():
+    parser = add_arguments(ArgumentParser(add_help=False))
+    moved = [flag for action in parser._actions for flag in action.option_strings if flag not in FLAGS]
+    assert moved
+    for flag in moved:
+        written = replacement(flag, "1")
+        assert written.split()[0] in FLAGS
+        assert split(written.split()[1])
+    assert replacement("pg_objective") is None

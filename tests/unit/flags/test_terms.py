@@ -17,7 +17,7 @@ def terms(*texts: str, **rest: object) -> dict[str, object]:
     return {"pg_term": list(texts), **rest}
 
 
-TAUGHT = {"pg_teacher_head": "teacher.safetensors", "pg_fused_head": "recompute"}
+TEACHER = "head=teacher.safetensors"
 
 pytestmark = pytest.mark.usefixtures("rank_zero", "user_code")
 
@@ -41,18 +41,23 @@ def test_what_is_not_said_is_the_objectives():
 
 
 def test_a_top_k_divergence_has_its_mixture_and_the_floor_of_its_tail():
-    texts = ("a:topk_jsd,beta=0.1", "b:topk_skew_reverse,on=rl", "c:topk_generalised_reverse", "d:ce")
-    found = Facts(validate_args(arguments(**terms(*texts, pg_teacher_tail_floor=1e-3)))).further
-    assert [(each.mixture, each.tail_floor) for each in found] == [(0.1, 1e-3), (0.1, 1e-3), (None, None), (None, None)]
+    texts = (
+        "a:topk_jsd,beta=0.1,tail_floor=1e-3",
+        "b:topk_skew_reverse,on=rl,tail_floor=2e-3",
+        "c:topk_generalised_reverse",
+        "d:ce",
+    )
+    found = Facts(validate_args(arguments(**terms(*texts)))).further
+    assert [(each.mixture, each.tail_floor) for each in found] == [(0.1, 1e-3), (0.1, 2e-3), (None, None), (None, None)]
     assert [each.reads for each in found] == [*[("teacher_topk",)] * 3, ()]
-    (whole,) = Facts(validate_args(arguments(**terms("a:full_jsd", **TAUGHT)))).further
+    (whole,) = Facts(validate_args(arguments(**terms(f"a:full_jsd,{TEACHER}", pg_fused_head="recompute")))).further
     assert (whole.reads, whole.mixture, whole.tail_floor) == (("teacher_hidden",), 0.5, None)
-    shown = banner(validate_args(arguments(**terms("a:full_jsd", **TAUGHT))))
+    shown = banner(validate_args(arguments(**terms(f"a:full_jsd,{TEACHER}", pg_fused_head="recompute"))))
     assert "m = βP + (1-β)Q, β = 0.5, over the whole vocabulary)" in shown
-    assert "logits of its hidden states, by teacher.safetensors  (--pg-teacher-head)" in shown
+    assert "logits of its hidden states, by teacher.safetensors  (--pg-term …,head=)" in shown
     (plain,) = Facts(validate_args(arguments(**terms("a:topk_jsd")))).further
     assert (plain.mixture, plain.tail_floor) == (0.5, 1e-6)
-    text = banner(validate_args(arguments(**terms(*texts, pg_teacher_tail_floor=1e-3))))
+    text = banner(validate_args(arguments(**terms(*texts))))
     assert (
         "m = βP + (1-β)Q, β = 0.1, over the teacher's top-k tokens and all others as one, of probability at least 0.001"
         in text

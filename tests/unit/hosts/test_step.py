@@ -105,16 +105,12 @@ def test_on_policy_ratios_are_exactly_one_and_the_gradient_equals_the_first_step
     assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-12) for a, b in zip(first, second, strict=True))
 
 
-CHOICES = {
-    "m2po": {"pg_correction_high": 0.01},
-    "clip_cov": {"pg_correction_low": 0.0, "pg_correction_fraction": 0.2},
-    "kl_cov": {"pg_correction_fraction": 0.3},
-}
+CHOICES = {"m2po": "m2po,high=0.01", "clip_cov": "clip_cov,low=0.0,fraction=0.2", "kl_cov": "kl_cov,fraction=0.3"}
 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_tokens_are_chosen_over_the_ranks_of_a_host(name):
-    loss, samples = settings(pg_objective="reinforce_is", pg_correction=name, **CHOICES[name]), hosts.samples()
+    loss, samples = settings(pg_objective="reinforce_is", pg_correction=CHOICES[name]), hosts.samples()
     whole = whole_step(loss, samples)
     (metrics, _), gradients = on_two_ranks(loss, samples, lambda rank, count: [range(count)])
     assert 0 < metrics["selected_fraction"] == whole.metrics["selected_fraction"] < 1
@@ -131,11 +127,11 @@ def test_the_largest_score_of_a_rollout_whose_rows_are_scored_one_by_one_counts(
         assert (facts.num_rewards, facts.reward) == (1, rewards[-1])
 
 
-@pytest.mark.parametrize("name", [*CHOICES, "tis", "seq_tis", "icepop", "seq_mask_tis", "seq_mean_k3"])
+@pytest.mark.parametrize("name", [*CHOICES, "tis", "seq_tis", "icepop", "seq_mask_tis", "rejection"])
 def test_nothing_can_be_chosen_by_log_probabilities_that_are_not_made(name):
     """The error reaches every rank."""
-    high = {"pg_correction_high": 0.5} if name == "seq_mean_k3" else {}
-    loss = settings(pg_objective="reinforce_is", pg_correction=name, **high)
+    options = ",level=seq_mean,estimator=k3,high=0.5" if name == "rejection" else ""
+    loss = settings(pg_objective="reinforce_is", pg_correction=name + options)
     samples = [dataclasses.replace(each, rollout_logprobs=each.old_logprobs - 0.1) for each in hosts.samples()[:4]]
     with pytest.raises(StepPlanError, match=f"--pg-correction {name} reads old_logprobs before the forward"):
         threads.run(2, lambda rank: planned(loss, samples, on_policy=True))

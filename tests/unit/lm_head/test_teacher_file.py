@@ -62,7 +62,7 @@ def test_a_path_with_a_colon_needs_the_name(tmp_path):
 def test_another_entry_is_refused(entry, reason, tmp_path):
     write_head(tmp_path / "h", WEIGHT, **entry)
     with pytest.raises(
-        ValueError, match=rf"--pg-teacher-head .* is not a safetensors file with a matrix weight .*{reason}"
+        ValueError, match=rf"head=.* of --pg-term is not a safetensors file with a matrix weight .*{reason}"
     ):
         TeacherHead.of(str(tmp_path / "h"))
 
@@ -87,7 +87,7 @@ def test_another_file_is_refused(content, reason, tmp_path):
 def test_a_file_that_is_not_there_or_holds_others_is_named(tmp_path):
     write_head(tmp_path / "h", WEIGHT, "lm_head.weight")
     with pytest.raises(
-        ValueError, match=r"\(it holds lm_head.weight, model.norm.weight\), so the teacher would have no"
+        ValueError, match=r"\(it holds lm_head.weight, model.norm.weight\)\. Give PATH:NAME"
     ):
         TeacherHead.of(str(tmp_path / "h"))
     with pytest.raises(ValueError, match="No such file"):
@@ -119,16 +119,16 @@ def test_what_changes_after_the_start_or_is_not_finite_is_named(tmp_path):
 @pytest.mark.usefixtures("rank_zero")
 def test_the_settings_look_at_the_file_before_there_is_a_model(tmp_path):
     write_head(tmp_path / "h", WEIGHT)
-    given = {"pg_term": ["t:full_jsd,on=rl"], "pg_teacher_head": str(tmp_path / "h"), "pg_fused_head": "forward"}
+    given = {"pg_term": [f"t:full_jsd,on=rl,head={tmp_path / 'h'}"], "pg_fused_head": "forward"}
 
     def settings(**rest: object) -> LossSettings:
         return LossSettings.from_args(validate_args(arguments(pg_kernel="torch", **given | rest)))
 
     assert settings(pg_vocab_size=5, padded_vocab_size=8).teacher_head == TeacherHead.of(str(tmp_path / "h"))
     assert settings(padded_vocab_size=None).teacher_head.rows == 5
-    assert settings(pg_term=["t:full_jsd,weight=0"], pg_teacher_head="nothing").teacher_head is None
+    assert settings(pg_term=["t:full_jsd,weight=0,head=nothing"]).teacher_head is None
     for wrong in ({"pg_vocab_size": 4, "padded_vocab_size": 8}, {"padded_vocab_size": 8}):
         with pytest.raises(ValueError, match="has 5 rows and the student"):
             settings(**wrong)
     with pytest.raises(ValueError, match="No such file"):
-        settings(pg_teacher_head="nothing")
+        settings(pg_term=["t:full_jsd,head=nothing"])

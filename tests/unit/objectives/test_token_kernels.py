@@ -252,8 +252,8 @@ def test_a_user_needs_no_token_kernel(tmp_path, monkeypatch):
             "has a token kernel that is a function, which kernels cannot call; give a function of triton.jit",
         ),
         (
-            {"names": "('clip_eps_high', 'dual_clip')"},
-            "has a token kernel that reads dual_clip, which no flag has given; give --pg-dual-clip",
+            {"names": "('clip_eps_high', 'knee')"},
+            "has a token kernel that reads knee, which is not given; add the option knee=… to the objective",
         ),
         (
             {"names": "()"},

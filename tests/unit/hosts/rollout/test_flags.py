@@ -90,12 +90,11 @@ def test_a_teacher_in_the_advantages_alone_stays_the_hosts():
 @pytest.mark.parametrize("host", [slime.HOST, miles.HOST])
 def test_their_truncated_importance_sampling_is_ours(host):
     found = host.checked(arguments(use_tis=True, tis_clip=1.5, tis_clip_low=0.5))
-    args = found.args
-    assert (args.pg_correction, args.pg_correction_low, args.pg_correction_high) == ("tis", 0.5, 1.5)
-    assert "--tis-clip is --pg-correction-high 1.5" in dict(found.rows)["inherited"]
-    args = host.checked(arguments(use_tis=True)).args
-    assert (args.pg_correction, args.pg_correction_low, args.pg_correction_high) == ("tis", 0.0, 2.0)
-    assert host.checked(arguments(use_tis=True, pg_correction_high=3.0)).args.pg_correction_high == 3.0
+    assert found.args.pg_correction == "tis,low=0.5,high=1.5"
+    assert "--tis-clip is --pg-correction …,high=1.5" in dict(found.rows)["inherited"]
+    assert host.checked(arguments(use_tis=True)).args.pg_correction == "tis,low=0.0,high=2.0"
+    own = host.checked(arguments(use_tis=True, pg_correction="tis,high=3.0")).args
+    assert own.pg_correction == "tis,high=3.0,low=0.0"
     assert host.checked(arguments()).args.pg_correction == "none"
 
 

@@ -37,7 +37,7 @@ def fields_of(rows: int, columns: int, **changes: torch.Tensor) -> TokenFields:
 
 
 def loss_of(fields: TokenFields, objective: str = "grpo", **terms: object) -> PolicyLoss:
-    numbers = {"grpo": {"clip_eps_low": 0.2, "clip_eps_high": 0.28}, "dro": {"dro_beta": 0.5}}.get(objective, {})
+    numbers = {"grpo": {"clip_eps_low": 0.2, "clip_eps_high": 0.28}, "dro": {"beta": 0.5}}.get(objective, {})
     return PolicyLoss(LossTerms(objective=objective_of(objective, **numbers), **terms), fields)
 
 

@@ -29,7 +29,7 @@ def test_a_users_objective_equals_ours_when_it_is_ours(tmp_path, monkeypatch):
     custom = load_custom_objective(path, clip_eps_low=0.2)
     assert custom.parameters.clip_eps_low == 0.2
     loss, logprobs, _ = drawn("cispo", random.Random(2))
-    wide = build("cispo", clip_eps_low=1.0, cispo_cap=1e9)
+    wide = build("cispo", clip_eps_low=1.0, cap=1e9)
     values = [
         dataclasses.replace(loss, terms=LossTerms(objective=objective))(logprobs).loss for objective in (custom, wide)
     ]
@@ -52,10 +52,13 @@ def test_a_users_objective_equals_ours_when_it_is_ours(tmp_path, monkeypatch):
         ("return tokens.rewards", "fails on six tokens: AttributeError"),
         ("return 0.0", "fails on six tokens: TypeError: it returns a float"),
         (
-            "return tokens.logprobs * parameters.dual_clip",
-            "NoneType'; it read a number whose flag was not given: --pg-dual-clip",
+            "return tokens.logprobs * parameters.clip_eps_low",
+            "the number 'clip_eps_low' is not given; given are: none. Add --pg-clip-eps-low.",
         ),
-        ("return tokens.logprobs * parameters.knee", "AttributeError: parameters has no 'knee', only cispo_cap, "),
+        (
+            "return tokens.logprobs * parameters.knee",
+            "AttributeError: the number 'knee' is not given; given are: none. Add the option knee=… to the",
+        ),
         ("raise SystemExit(3)", "fails on six tokens: SystemExit: 3"),
         (
             "return -tokens.ratios * tokens.advantages / tokens.advantages",
