@@ -198,8 +198,8 @@ def _flags(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str
         if name == "pg_term":
             yield from ((flag, text) for text in value or ())
         elif value is not None and value is not False:
-            words = map(str, value) if isinstance(value, list) else [] if value is True else [f"{value}"]
-            yield flag, *words
+            words = value if isinstance(value, list) else [] if value is True else [value]
+            yield flag, *(str(word).removesuffix(".0") for word in words)
 
 
 def _document(

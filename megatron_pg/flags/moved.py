@@ -55,4 +55,4 @@ class _Moved(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         value = "…" if values is None else values
-        parser.error(f"{self.option_strings[0]} is not a flag since 0.3.0. Write {replacement(self.dest, value)}.")
+        parser.error(f"{self.option_strings[0]} is not a flag since 0.3.0. Write {replacement(self.dest, value)}")
