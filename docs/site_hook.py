@@ -1,5 +1,4 @@
-"""What the site has beyond the pages of docs/, as a hook of mkdocs: navigation, API reference and the pages of the
-root.
+"""What the site has beyond the pages of docs/, as a hook of mkdocs: API reference and the pages of the root.
 
 mkdocs.yml loads it, for `make site`. griffe reads the package's source without importing it, so neither torch nor
 Megatron is needed.
@@ -22,17 +21,11 @@ API = {name: f"api/{name}.md" for name in ("megatron_pg", *(f"megatron_pg.{modul
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """The navigation: the sections of docs/index.md in their order, then the API and the root's pages."""
-    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    sections = {
-        part.partition("\n")[0]: re.findall(r"\]\(((?:hosts/)?\w+\.md)\) \|$", part, re.M)
-        for part in index.split("\n## ")
-    }
+    """Add the API and the pages of the root to the navigation of mkdocs.yml."""
     config.nav = [
-        "index.md",
-        *({title: pages} for title, pages in sections.items() if pages),
+        *(config.nav or ()),
         {"API": [{name: page} for name, page in API.items()]},
-        {"The project": list(ROOT_PAGES)},
+        {"Project": list(ROOT_PAGES)},
     ]
     config.copyright = f"megatron_pg {megatron_pg.__version__}, Apache-2.0"
 
