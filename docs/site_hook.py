@@ -5,9 +5,11 @@ Megatron is needed.
 """
 
 import re
+from html import unescape
 from pathlib import Path
 
 import griffe
+import latex2mathml.converter
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
@@ -17,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 ROOT_PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
 MODULES = ("args", "pretrain", "cp_utils", "reducers", "objectives", "kernels", "lm_head", "metrics")
 LAZY = sorted(set(megatron_pg.__all__) - {"__version__"})  # no static reader finds these, so they are listed
+_FORMULA = re.compile(r'<(?P<kind>span|div) class="arithmatex">\\[(\[](?P<tex>.*?)\\[)\]]</(?P=kind)>', re.DOTALL)
 API = {name: f"api/{name}.md" for name in ("megatron_pg", *(f"megatron_pg.{module}" for module in MODULES))}
 
 
@@ -44,6 +47,16 @@ def on_page_markdown(markdown: str, *, page, **_: object) -> str:
     if "/" not in page.file.src_uri:
         markdown = markdown.replace("](../", "](").replace("](docs/", "](")
     return re.sub(r"^```(\w+) excerpt$", r"```\1", markdown, flags=re.MULTILINE)
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Formulas as MathML, which browsers draw without a script and without a network."""
+
+    def drawn(match: re.Match) -> str:
+        display = "block" if match["kind"] == "div" else "inline"
+        return latex2mathml.converter.convert(unescape(match["tex"]), display=display)
+
+    return _FORMULA.sub(drawn, html)
 
 
 class Comments(griffe.Extension):

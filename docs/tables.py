@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_pg.args import add_arguments, own_arguments
+from megatron_pg.cli import SUBCOMMANDS
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS
@@ -234,8 +235,14 @@ def causes() -> str:
     )
 
 
+def commands() -> str:
+    """The subcommands of megatron-pg."""
+    return table(("command", "what it does"), [(f"`{name}`", summary) for name, summary in SUBCOMMANDS.items()])
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "flags.md": {"flags": flags},
+    "cli.md": {"commands": commands},
     "metrics.md": {"metrics": metrics, "signs": signs, "metric names": metric_names},
     "mismatch.md": {"causes": causes},
     "quickstart.md": {"red flags": red_flags},
