@@ -107,7 +107,7 @@ def test_given_flags_and_defaults_are_separate_rows(cli):
 
 
 def test_evaluation_without_an_interval_is_said(cli):
-    assert "  note: --eval-iters without --eval-interval: " in cli.done("validate --eval-iters 0")
+    assert "  note: [W11] --eval-iters without --eval-interval: " in cli.done("validate --eval-iters 0")
     assert "note" not in cli.done("validate --eval-iters 0 --eval-interval 9")
 
 
