@@ -16,6 +16,7 @@ import os
 import statistics
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -332,7 +333,7 @@ def bench_sharded(width: int, rows: int, repetitions: int) -> dict:
 def print_sharded(widths: list[int], rows: int, repetitions: int) -> None:
     """A line of JSON per width, from the first rank."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl")
+    torch.distributed.init_process_group("nccl", timeout=timedelta(minutes=2))  # a lost rank is an error
     for width in widths:
         torch.cuda.empty_cache()
         found = bench_sharded(width, rows, repetitions)

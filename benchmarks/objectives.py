@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -167,7 +168,7 @@ def sharded_gradient_error(
 def print_sharded(cases: list[str], repetitions: int) -> None:
     """A line of JSON per case, from the first rank."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    dist.init_process_group("nccl", timeout=timedelta(minutes=2))  # a lost rank is an error
     for case in cases:
         found = bench_sharded(case, 4096, 151936, repetitions)
         if dist.get_rank() == 0:

@@ -105,10 +105,10 @@ def run(command: list[str], gpus: int, seconds: float, output: Path | None) -> b
     if file:
         file.close()
     try:
-        process.wait(max(seconds, 1))
+        process.wait(seconds)
         return True
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)  # a launcher ends its ranks, which are in sessions of their own
+        os.killpg(process.pid, signal.SIGTERM)  # a launcher ends its ranks, which have separate sessions
         try:
             process.wait(GRACE)
         except subprocess.TimeoutExpired:
@@ -131,17 +131,16 @@ def measure(launch: Launch, rows: dict[str, Row], gpus: int, deadline: Deadline,
     missing = {name: word for name, word in launch.rows.items() if not is_measured(rows.get(name))}
     if launch.gpus > gpus:
         return {name: {NOT_RUN: f"needs {launch.gpus} GPUs"} for name in missing}
-    if missing and deadline.left() < LEAST + GRACE:
-        return {name: rows.get(name, {NOT_RUN: OUT_OF_TIME}) for name in missing}
-    if not missing:
-        return {}
-    has_ended = run([*launch.command, *missing.values()], launch.gpus, deadline.left() - GRACE, output)
-    found = printed_rows(output.read_text(errors="replace"), missing)
-    if not has_ended or deadline.left() < LEAST + GRACE:
-        otherwise = {NOT_RUN: OUT_OF_TIME}
-    else:
-        otherwise = {FAILED: error_in(output)}
-    return {name: found.get(name, otherwise) for name in missing}
+    found: dict[str, Row] = {}
+    while todo := {name: word for name, word in missing.items() if name not in found}:
+        if deadline.left() < LEAST + GRACE:
+            return found | {name: rows.get(name, {NOT_RUN: OUT_OF_TIME}) for name in todo}
+        has_ended = run([*launch.command, *todo.values()], launch.gpus, deadline.left() - GRACE, output)
+        found |= printed_rows(output.read_text(errors="replace"), todo)
+        failed = next((name for name in todo if name not in found), None)
+        if failed and has_ended:  # the rows after it get a new launch
+            found[failed] = {FAILED: error_in(output)}
+    return found
 
 
 def saved(path: Path, machine: Machine) -> dict[str, Row]:

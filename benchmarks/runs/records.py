@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-ERROR = re.compile(r"^.*?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
+ERROR = re.compile(r"^.*?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?:: .*)?)$", re.MULTILINE)
 Row = dict[str, Any]  # its figures, or one entry: FAILED or NOT_RUN with the reason
 FAILED, NOT_RUN = "failed", "not run"
 OUT_OF_TIME = "out of time: call the script again"
@@ -46,7 +46,7 @@ class Deadline:
 def last_error(text: str) -> str:
     """The last line of an output that names an error, else the last line, in at most 200 characters."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    named = [match[1] for match in ERROR.finditer(text) if "ChildFailedError" not in match[1]]  # the launcher's
+    named = [match[1] for match in ERROR.finditer(text) if "ChildFailedError" not in match[1]]  # of the launcher
     return ([*lines, *named] or ["no output"])[-1][:200].replace("|", "\\|")
 
 
