@@ -167,7 +167,9 @@ def scripts(part: str, machine: Machine, out: Path, only: str) -> list[list[str]
     """The command lines of a part whose script has its own table and continues by itself."""
     runs = ROOT / "benchmarks" / "runs"
     if part == "layouts":
-        return [[sys.executable, str(runs / "gpu_layouts.py"), "--out", str(out / part), "--only", only]]
+        share = max(4, os.cpu_count() // (2 * machine.gpus))  # the runs wait for the host, not for the GPU
+        command = [sys.executable, str(runs / "gpu_layouts.py"), "--share", str(share)]
+        return [[*command, "--out", str(out / part), "--only", only]]
     common = [sys.executable, str(runs / "throughput.py"), "--local-attention", "--gpus", str(machine.gpus)]
     return [
         [*common, "--out", str(out / f"{part}-{model}"), "--model", model, "--only", f"{layouts}.*({only})"]

@@ -87,7 +87,7 @@ def end_of(errors: Path, code: int | None) -> str:
 
 
 def main() -> None:
-    """Run the cases, as many at a time as the processors allow."""
+    """Run the cases, with a processor for each rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "lost")
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", required=True, metavar="CASE")
     options = parser.parse_args()
     cases, deadline = [Case.parse(name) for name in options.cases], Deadline(options.minutes)
-    places = threading.Semaphore(max(1, os.cpu_count() // 2 // max(case.size for case in cases)))
+    places = threading.Semaphore(max(1, os.cpu_count() // max(case.size for case in cases)))
 
     def run_in_turn(case: Case) -> None:
         with places:

@@ -88,6 +88,32 @@ def test_rows_without_gpus_or_time_are_listed_with_the_reason(launched, tmp_path
     assert found == {"row 0": {"copies": 1.25}, "row 1": {NOT_RUN: OUT_OF_TIME}, "row 2": {NOT_RUN: OUT_OF_TIME}}
 
 
+def test_scripts_get_the_minutes_that_are_left_and_the_selected_rows(monkeypatch, tmp_path, capsys):
+    calls, left = [], [500.0, 400.0, 20.0]
+
+    class Left(Deadline):
+        def left(self):
+            return left[len(calls) // 2]
+
+    monkeypatch.setattr(several_gpus, "run", lambda *words: calls.extend(words[:2]))
+    commands = several_gpus.scripts("throughput", MACHINE, tmp_path, "fused")
+    several_gpus.run_scripts(commands, MACHINE, Left(None))
+    given = [throughput_flags(command) for command in calls[::2]]
+    assert given == [
+        ("dense", "^DP.*(fused)", "7.67"),
+        ("experts", "^EP.*(fused)", "6.00"),
+        ("dense", "^.*(fused)", "0.00"),
+    ]
+    assert calls[1::2] == [2, 2, 2]
+    assert capsys.readouterr().out.count(OUT_OF_TIME) == 3  # the stand-in returns nothing
+    (command,) = several_gpus.scripts("layouts", MACHINE, tmp_path, "KL")
+    assert command[-2:] == ["--only", "KL"]
+
+
+def throughput_flags(command):
+    return tuple(command[command.index(flag) + 1] for flag in ("--model", "--only", "--minutes"))
+
+
 def test_a_launch_that_takes_too_long_is_ended(tmp_path):
     code = "import os, sys, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(float(sys.argv[1]))"
     command = [several_gpus.sys.executable, "-S", "-c", code]
