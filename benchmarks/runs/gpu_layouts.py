@@ -69,29 +69,40 @@ def sample(out: Path, deadline: Deadline) -> dict[str, Path]:
 
 def sample_one(name: str, out: Path, deadline: Deadline, gpus: str) -> None:
     """Sample one of the rollout files."""
-    if deadline.left() > LEAST:
-        flags = [*FLAGS, *SAMPLED[name]]
-        seconds = min(SECONDS, deadline.left())
-        run(out / "sampled" / name, "layout_run.py", flags, {"PROCESSES": "1"}, gpus, seconds)
+    with_flags = ("layout_run.py", [*FLAGS, *SAMPLED[name]], {"PROCESSES": "1"}, gpus)
+    run_in_time(deadline, LEAST, SECONDS, out / "sampled" / name, *with_flags)
 
 
 def launch(name: str, out: Path, rollouts: dict[str, Path], deadline: Deadline, gpus: str) -> None:
     """Run a layout on these GPUs, unless it has run, its rollouts are missing or the time is over."""
     layout, folder = LAYOUTS[name], folder_of(name, out)
-    if is_complete(folder, layout.processes) or layout.rollouts not in rollouts or deadline.left() < LEAST:
+    if is_complete(folder, layout.processes) or layout.rollouts not in rollouts:
         return
     given = [*FLAGS, *layout.flags, "--rollouts", str(rollouts[layout.rollouts])]
     environment = layout.environment | {"PROCESSES": str(layout.processes)}
-    run(folder, "layout_run.py", given, environment, gpus, min(SECONDS, deadline.left()))
+    run_in_time(deadline, LEAST, SECONDS, folder, "layout_run.py", given, environment, gpus)
 
 
-def run(
+def run_in_time(
+    deadline: Deadline,
+    least: float,
+    longest: float,
     folder: Path,
     script: str,
     flags: list[str],
     environment: dict[str, str],
     gpus: str | None = None,
-    seconds: float = SECONDS,
+) -> None:
+    """`run` with the seconds that are left, `longest` at most; nothing if they are fewer than `least`."""
+    if deadline.left() < least:
+        return
+    run(folder, script, flags, environment, gpus, min(longest, deadline.left()))
+    if deadline.left() < 1 and not is_complete(folder, int(environment["PROCESSES"])):
+        shutil.rmtree(folder)  # the deadline ended it, and not an error
+
+
+def run(
+    folder: Path, script: str, flags: list[str], environment: dict[str, str], gpus: str | None, seconds: float
 ) -> None:
     """One run of examples/launch_gpu.sh with a script of this folder; what it prints goes to output.txt in its own."""
     shutil.rmtree(folder, ignore_errors=True)  # no output of an earlier run is mistaken for this one's

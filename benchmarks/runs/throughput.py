@@ -20,7 +20,7 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from gpu_layouts import ROOT, folder_of, is_complete, run
+from gpu_layouts import ROOT, folder_of, is_complete, run_in_time
 from layouts import ENGINE
 from records import FAILED, NOT_RUN, OUT_OF_TIME, Deadline, Machine, error_in, not_run
 
@@ -183,9 +183,9 @@ def main() -> None:
     for name, (processes, environment, flags) in wanted.items():
         given = [*flags_of(options.model, local=options.local_attention), *flags]
         folder, environment = folder_of(name, out), environment | {"PROCESSES": str(processes)}
-        is_wanted = not (is_complete(folder, processes) or cannot_run(processes, given, machine.gpus))
-        if is_wanted and deadline.left() > LEAST:  # one at a time: runs would share the host's processors
-            run(folder, "throughput_run.py", given, environment, seconds=min(SECONDS, deadline.left()))
+        if not (is_complete(folder, processes) or cannot_run(processes, given, machine.gpus)):
+            # One at a time: runs would share the host's processors.
+            run_in_time(deadline, LEAST, SECONDS, folder, "throughput_run.py", given, environment)
         results[name] = result_of(folder, processes, given, machine.gpus)
         length, rows, _ = MODELS[options.model]
         text = f"{machine.heading}, {options.model}\n\n{table(results, length * rows)}\n"

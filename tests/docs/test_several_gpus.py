@@ -182,13 +182,14 @@ def test_a_result_counts_named_errors_and_reports_a_fault_that_did_not_happen(tm
     assert lost_jobs.result_of(case, tmp_path, {0: 1, 2: 1}, 5.0)["seconds"] == ""  # rank 3 has not ended
 
 
-def test_layouts_divide_and_have_a_reference_with_the_same_rollouts():
+def test_layouts_divide_and_have_a_reference_with_the_same_rollouts(tmp_path):
     for name, layout in LAYOUTS.items():
         parts = {key: int(layout.environment.get(key, 1)) for key in ("TP", "PP", "CP")}
         assert layout.processes % (parts["TP"] * parts["PP"] * parts["CP"]) == 0, name
         assert LAYOUTS[layout.reference].rollouts == layout.rollouts, name
         assert layout.rollouts in (*SAMPLED, "scored"), name
     assert {layout.processes for layout in LAYOUTS.values()} == set(gpu_layouts.SIZES)
+    assert len({gpu_layouts.folder_of(name, tmp_path) for name in LAYOUTS}) == len(LAYOUTS)
 
 
 @pytest.fixture
@@ -217,6 +218,17 @@ def test_a_layout_runs_once_and_only_with_time_and_rollouts(ran, tmp_path):
     assert ran == ["dp2"]
     (tmp_path / "dp2" / "peak.1").unlink()  # a rank has not ended
     assert not gpu_layouts.is_complete(tmp_path / "dp2", 2)
+
+
+def test_a_layout_that_the_deadline_ends_did_not_run(ran, tmp_path, monkeypatch):
+    class OneRun(Deadline):
+        def left(self):
+            return 0 if ran else 100
+
+    monkeypatch.setattr(gpu_layouts, "is_complete", lambda folder, processes: False)
+    gpu_layouts.launch("DP2", tmp_path, {"plain": tmp_path / "rollouts.jsonl"}, OneRun(None), "0,1")
+    assert ran == ["dp2"]
+    assert gpu_layouts.row_of("DP2", tmp_path, 2) == {NOT_RUN: OUT_OF_TIME}
 
 
 def test_the_table_of_layouts_compares_and_gives_reasons(ran, tmp_path, monkeypatch):
