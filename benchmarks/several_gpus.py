@@ -10,9 +10,9 @@ throughput: a dense model and a mixture of experts on all GPUs, compared with Me
 (runs/throughput.py).
 lost_ranks: a rank is killed, stopped or fails; what every other rank ends with (runs/lost_jobs.py).
 
-Figures are kept for each card, number of GPUs and release of torch. A row that is there is not measured again, so a
-second call continues where the minutes of the first were over. Remove a row from the JSON, or the folder of a run, to
-measure it again.
+Figures are kept for each card, number of GPUs and release of torch. A second call measures the rows that have no
+figures yet: it continues where the minutes of the first were over. Remove a row from the JSON, or the folder of a run,
+to measure it again.
 """
 
 import argparse
