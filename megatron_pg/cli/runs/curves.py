@@ -160,14 +160,12 @@ def rounding_noise(name: str, values: Sequence[float]) -> float:
 def typical_range(values: Sequence[float]) -> tuple[float, float] | None:
     """Limits of an axis without rare values far away, such as those of warm-up steps; None: all values are shown.
 
-    The frame is the range of the middle nine tenths, widened by half on each side, if that is less than a quarter of
-    the whole range.
+    The frame is three times the range of the middle three fifths, if that is less than a quarter of the whole range.
     """
     ordered = sorted(values)
-    cut = len(ordered) // 20
+    cut = len(ordered) // 5
     low, high = ordered[cut], ordered[-1 - cut]
-    space = (high - low) / 2
-    frame = low - space, high + space
+    frame = low - (high - low), high + (high - low)
     return frame if 0 < 4 * (frame[1] - frame[0]) < ordered[-1] - ordered[0] else None
 
 

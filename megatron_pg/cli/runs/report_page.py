@@ -108,7 +108,7 @@ def figure_of(
     values = [value for curve in curves.values() for value in curve.values()] or [0.0]  # none was finite
     _mark(figure, LIMITS.get(name), min(values), max(values))
     for step in changes:
-        figure.add_vline(step, line={"color": _GREY, "dash": "dash", "width": 1})
+        figure.add_vline(step, line={"color": _GREY, "dash": "dash", "width": 1.5})
     if limits := constant_range(name, values, margin=0.5) or typical_range(values):
         figure.update_yaxes(range=limits)
     axis: dict[str, Any] = {"showgrid": True, "exponentformat": "power"}
