@@ -1,5 +1,5 @@
-"""docs/extending.md and docs/design.md, executed: a user's objective, and an objective and an aggregation that are declared while the test
-runs."""
+"""docs/extending.md and docs/design.md, executed: a custom objective, and an objective and an aggregation that are
+declared while the test runs."""
 
 import argparse
 import dataclasses
