@@ -225,16 +225,16 @@ def objective_warnings(facts: Facts) -> list[str]:
         published = declared.published_with
         if published is not None and facts.mode != published:
             messages.append(
-                f"{name} is published with equal sequence weights ({published}); {facts.mode} has other weights"
+                f"W3 {name} is published with equal sequence weights ({published}); {facts.mode} has other weights"
             )
         if advice := declared.advice(facts.objective_numbers):
-            messages.append(f"{name} {advice}")
+            messages.append(f"W8 {name} {advice}")
     selection = facts.correction.selection if facts.correction else None
     if declared and selection and selection.published_with not in (None, name):
         messages.append(
-            f"{facts.selected_correction} is published with --pg-objective {selection.published_with}, which "
+            f"W12 {facts.selected_correction} is published with --pg-objective {selection.published_with}, which "
             f"clips no token; with {name} the loss differs from the paper"
         )
     if args.pg_kl_coef and (flaw := KL_ESTIMATORS[args.pg_kl_estimator].flaw):
-        messages.append(f"--pg-kl-estimator {args.pg_kl_estimator}: {flaw}")
+        messages.append(f"W7 --pg-kl-estimator {args.pg_kl_estimator}: {flaw}")
     return messages

@@ -36,8 +36,8 @@ def load_custom_reducer(path: str, *, calculate_per_token_loss: bool) -> CustomR
     weights = reducer_weights(reducer, *_TINY_STEP, calculate_per_token_loss=calculate_per_token_loss)
     if (weights < 0).any():
         warnings.warn(
-            f"custom reducer {path!r} gives a token the weight {float(weights.min()):.3g}, so a loss would be raised "
-            "where it should fall. Is its sign wrong? The schedule minimises.",
+            f"[W14] custom reducer {path!r} gives a token the negative weight {float(weights.min()):.3g}. Check its "
+            "sign; the optimizer minimizes.",
             ArgumentWarning,
             stacklevel=2,
         )
