@@ -26,6 +26,7 @@ from megatron_pg.declarations.choices import AT_ONCE, HEAD_MODES
 from megatron_pg.kernels import grpo_loss
 
 HIDDEN, VOCABULARY = 4096, 151936
+OTHERS = ("Liger fused linear cross-entropy", "cut-cross-entropy")  # losses of other libraries
 CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
 GIB = 2**30
 
@@ -277,7 +278,7 @@ def bench(rows: int, repetitions: int, *, with_peers: bool) -> dict:
             "torch, bfloat16 logits": (naive(problem, False), 7),
             "torch, upcast to float32": (naive(problem, True), 3),
         } | {name: (run, 7) for name, run in peers(problem).items()}
-    result = {"rows": rows, "bare_ms": unit, "milliseconds": {}, "peak_gib": {}}
+    result = {"device": torch.cuda.get_device_name(), "rows": rows, "bare_ms": unit, "milliseconds": {}, "peak_gib": {}}
     for name, (run, times) in variants.items():
         torch.cuda.empty_cache()
         try:
@@ -357,15 +358,20 @@ def plot(result: dict, path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 0.4 * len(names) + 1.2), sharey=True)
     times = [result["milliseconds"][name] / result["bare_ms"] for name in names]
     for axis, values, label in (
-        (axes[0], times, "time / three bare products (cut at 5)"),
+        (axes[0], times, "time relative to three bfloat16 GEMMs (cut at 5)"),
         (axes[1], [result["peak_gib"][name] for name in names], "peak memory, GiB"),
     ):
-        bars = axis.barh(names, [min(v, 5) for v in values] if axis is axes[0] else values)
+        colors = ["#9aa5b1" if name in OTHERS else "#1f77b4" for name in names]
+        bars = axis.barh(range(len(names)), [min(v, 5) for v in values] if axis is axes[0] else values, color=colors)
         axis.bar_label(bars, [f"{v:.2f}" for v in values], fontsize=8, padding=2)
         axis.set_xlabel(label)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].axvline(1, color="black", linewidth=0.8)
     axes[0].invert_yaxis()
+    labels = [f"{name} (no policy loss)" if name in OTHERS else name for name in names]
+    axes[0].set_yticks(range(len(names)), labels)
+    shape = f"{result['rows']:,} tokens, H = {HIDDEN}, {VOCABULARY:,} columns"
+    figure.suptitle(f"LM head, loss and both gradients: {shape}, {result['device']}", fontsize=11)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
