@@ -549,6 +549,7 @@ def test_every_row_of_the_pages_has_a_test():
             f"`{level}_{k}`" for level in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3")
         ),  # below
         *("`m2po`", "`clip_cov`", "`kl_cov`", "`top_entropy`"),  # of whole steps: tests/properties/test_selections.py
+        "`rejection`",  # below
         *("`scheduled`", "`live`", "`kept`"),
         *("`k1`", "`k2`", "`k3`", "`abs`", "`k1_weighted`", "`k3_weighted`"),
     }
