@@ -245,7 +245,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "cli.md": {"commands": commands},
     "metrics.md": {"metrics": metrics, "signs": signs, "metric names": metric_names},
     "mismatch.md": {"causes": causes},
-    "quickstart.md": {"red flags": red_flags},
+    "monitoring.md": {"red flags": red_flags},
     "aggregation.md": {"aggregations": aggregations},
     "objectives.md": {"objectives": objectives, "corrections": corrections},
 }
