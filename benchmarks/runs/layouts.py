@@ -50,7 +50,7 @@ FEATURES = {  # name: rollouts, further flags
         "plain",
         ("--pg-correction", "clip_cov", "--pg-correction-fraction", "0.05", "--pg-correction-low", "0"),
     ),
-    "kl_cov": ("plain", ("--pg-correction", "kl_cov", *FRACTION)),
+    "kl_cov": ("scored", ("--pg-correction", "kl_cov", *FRACTION)),
     "m2po": ("scored", ("--pg-correction", "m2po", "--pg-correction-high", "0.004")),
     "top_entropy": ("scored", ("--pg-correction", "top_entropy")),
 }
