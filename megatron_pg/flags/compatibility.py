@@ -78,8 +78,8 @@ REFUSED: tuple[tuple[str, Callable[[Facts], bool], str], ...] = (
     (
         "use_torch_fsdp2",
         lambda facts: bool(facts.megatron("num_experts")) and _is_per_token(facts),
-        "E19 {flag} averages gradients without dividing by the number of positions, so under token_mean the router's "
-        "losses would be too large; use --use-megatron-fsdp, or another aggregation",
+        "E19 {flag} averages gradients without dividing by the number of positions; use --use-megatron-fsdp, or "
+        "another aggregation",
     ),
     (
         "use_megatron_fsdp",

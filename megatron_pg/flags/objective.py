@@ -161,7 +161,7 @@ def _correction_rules(facts: Facts) -> Violations:
     if declared.bounds and are_numbers(low) and low < 0:
         yield f"E42 {selected},low={low:g} bounds {declared.bounds}, which is never negative; use 0"
     if declared.bounds and are_numbers(high) and low != high and high <= 0:
-        yield f"E42 {selected},high={high:g} bounds {declared.bounds}, so every weight would be 0; give a bound > 0"
+        yield f"E42 {selected},high={high:g} bounds {declared.bounds}; give a bound > 0"
 
 
 def _auxiliary_rules(args: argparse.Namespace) -> Violations:
