@@ -13,6 +13,8 @@ from megatron_pg.rollouts.payloads.topk import TokenSets
 
 VOCABULARY = 12  # of digit_sort
 TOP_K = 4
+# Largest for the teacher. Old log-probabilities that are the policy's own would leave signs of kl_cov to rounding.
+DISTANCES = {"old_logprobs": 0.05, "ref_logprobs": 0.2, "teacher_logprobs": 0.5, "rollout_logprobs": 0.1}
 
 
 def write_scored(source: Path, target: Path) -> Path:
@@ -25,11 +27,11 @@ def write_scored(source: Path, target: Path) -> Path:
 
 
 def scored(sample: Sample, generator: torch.Generator) -> Sample:
-    """The sample with log-probabilities near those of its policy, and a teacher's top-k tokens."""
+    """The sample of an older policy, with further log-probabilities near its own, and a teacher's top-k tokens."""
     length = sample.response_length
     near = {
         name: sample.old_logprobs - scale * torch.randn(length, generator=generator).abs().double()
-        for name, scale in (("ref_logprobs", 0.2), ("teacher_logprobs", 0.5), ("rollout_logprobs", 0.1))
+        for name, scale in DISTANCES.items()
     }
     scores = (2 * torch.randn(length, VOCABULARY, generator=generator)).log_softmax(dim=1)
     logprobs, ids = scores.topk(TOP_K, dim=1)

@@ -46,7 +46,7 @@ FEATURES = {  # name: rollouts, further flags
     "top-k teacher": ("scored", ("--pg-term", "teacher:topk_forward_kl,on=rl,weight=0.5")),
     "top-p masks": ("top_p", ()),
     "clip_cov": ("plain", ("--pg-correction", "clip_cov,fraction=0.05,low=0")),  # of so few tokens
-    "kl_cov": ("plain", ("--pg-correction", "kl_cov,fraction=0.05")),
+    "kl_cov": ("scored", ("--pg-correction", "kl_cov,fraction=0.05")),
     "m2po": ("scored", ("--pg-correction", "m2po,high=0.004")),
     "top_entropy": ("scored", ("--pg-correction", "top_entropy")),
 }
@@ -59,7 +59,10 @@ PLACES = {  # name: processes, environment
     "TP2 + SP × PP2": (4, {"TP": "2", "SP": "1", "PP": "2"}),
     "TP2 × CP2 × DP2": (8, {"TP": "2", "CP": "2"}),
 }
-HEADS = {mode: ("--pg-fused-head", mode) for mode in ("recompute", "scaled_exp")}
+HEADS = {
+    "recompute": ("--pg-fused-head", "recompute"),
+    "scaled_exp": ("--pg-fused-head", "scaled_exp", "--pg-metrics", "basic"),  # it computes no entropies
+}
 HEAD_PLACES = ("1 GPU", "TP2 + SP", "PP2", "CP2", "TP2 + SP × PP2")
 NOT_COVERED = {
     "teacher's whole distributions (`full_…`)": "needs hidden states of a teacher, which the example does not record",

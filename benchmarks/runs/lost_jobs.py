@@ -102,7 +102,7 @@ def main() -> None:
             found: dict[str, object] = {"case": case.name, NOT_RUN: OUT_OF_TIME}
             if (left := deadline.left()) > SECONDS / 2:
                 found = run(case, options.out.resolve(), options.backend, min(SECONDS, left))
-            print(json.dumps(found), flush=True)
+            print(json.dumps(found) + "\n", end="", flush=True)  # one write: several threads print
 
     with ThreadPoolExecutor(len(cases)) as pool:
         list(pool.map(run_in_turn, cases))

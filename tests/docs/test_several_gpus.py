@@ -11,6 +11,7 @@ import pytest
 import records
 import several_gpus
 import throughput
+import torch
 from layouts import ENGINE, LAYOUTS, SAMPLED, Layout
 from records import FAILED, NOT_RUN, OUT_OF_TIME, Deadline, Machine
 
@@ -262,7 +263,8 @@ def test_scored_samples_are_the_same_in_every_call_and_can_be_read(tmp_path):
     assert files[0].read_bytes() == files[1].read_bytes()
     for sample in read_rollouts(files[0]):
         assert sample.teacher_topk.ids.shape == (2, layout_samples.TOP_K)
-        assert (sample.ref_logprobs <= sample.old_logprobs).all()
+        assert (sample.old_logprobs < torch.tensor([-1.0, -2.0])).all()
+        assert sample.ref_logprobs.shape == sample.rollout_logprobs.shape == (2,)
 
 
 @pytest.mark.parametrize("gpus", [2, 4, 8])

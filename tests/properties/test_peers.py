@@ -17,6 +17,7 @@ Megatron-LM: train_rl.py, megatron/rl/rl_utils.py, megatron/training/arguments.p
 """
 
 import dataclasses
+import functools
 import re
 from argparse import ArgumentParser
 from pathlib import Path
@@ -145,13 +146,17 @@ def one_token(*, new: float, old: float | None = None, A: float = 0.0, ref: floa
     return Batch(logits=logits, tokens=torch.zeros(1, 1, dtype=torch.int64), **rest, **ids)
 
 
-def ours(batch: Batch, flags: str) -> tuple[Tensor, Tensor]:
-    """Loss of the step and its gradient by the logits, from flags of ours."""
+@functools.cache
+def settings_of(flags: str) -> LossSettings:
     parser = add_arguments(ArgumentParser(allow_abbrev=False))
     parser.add_argument("--calculate-per-token-loss", action="store_true")
     parser.add_argument("--dataloader-type", default="external")
-    settings = LossSettings.from_args(validate_args(parser.parse_args([*flags.split(), "--pg-kernel", "torch"])))
-    packed = pack(batch.samples(), qkv_format="thd")
+    return LossSettings.from_args(validate_args(parser.parse_args([*flags.split(), "--pg-kernel", "torch"])))
+
+
+def ours(batch: Batch, flags: str) -> tuple[Tensor, Tensor]:
+    """Loss of the step and its gradient by the logits, from flags of ours."""
+    packed, settings = pack(batch.samples(), qkv_format="thd"), settings_of(flags)
     (local,) = PlannedStep.of(lambda: [packed], settings, group=None).slices(lambda _: None)
     last = batch.logits.shape[1] - 1
     rows = batch.logits[packed.sample_index[0].clamp(min=0), packed.position_ids[0].clamp(max=last)]
