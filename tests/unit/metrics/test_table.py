@@ -242,7 +242,7 @@ def test_the_red_flags_of_a_step():
 
 
 def test_the_pages_hold_the_limits_that_are_checked():
-    start = PAGE.with_name("monitoring.md").read_text(encoding="utf-8")
+    start = PAGE.with_name("quickstart.md").read_text(encoding="utf-8")
     assert len(LIMITS) >= 8
     for name, limit in LIMITS.items():
         assert f"| `{name}` | {limit.bounds} | {limit.cause} |" in start
