@@ -2,7 +2,7 @@
 
     python benchmarks/lm_head.py --out docs/lm_head        # one GPU: docs/lm_head.json, docs/lm_head.png, a table
     python benchmarks/lm_head.py --widths 1024 2048 4096 8192  # all modes: a table
-    torchrun --nproc-per-node 2 benchmarks/lm_head.py      # the vocabulary over the GPUs of a host
+    torchrun --nproc-per-node 2 benchmarks/lm_head.py      # the vocabulary over the GPUs of a host, of the worst rank
 
 Random hidden states and weights in bfloat16, logits of unit variance; nothing masked unless the row says so. A forward
 and a backward are timed. The unit is the three products alone, by cuBLAS in bfloat16: logits, gradient of the hidden
@@ -16,13 +16,14 @@ import os
 import statistics
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import triton
 
 from megatron_pg import lm_head
-from megatron_pg.declarations.choices import AT_ONCE, HEAD_MODES
+from megatron_pg.declarations.choices import HEAD_MODES
 from megatron_pg.kernels import grpo_loss
 
 HIDDEN, VOCABULARY = 4096, 151936
@@ -314,6 +315,33 @@ def by_width(widths: list[int], rows: int, repetitions: int) -> list[dict]:
     return results
 
 
+def bench_sharded(width: int, rows: int, repetitions: int) -> dict:
+    """The modes with the vocabulary over all ranks: time over the shard's bare products, memory and errors, the largest
+    of any rank."""
+    problem = Problem(rows, tp_group=torch.distributed.group.WORLD, width=width)
+    runs = {"bare, ms": bare(problem)} | {mode: ours(problem, mode=mode) for mode in HEAD_MODES}
+    found = dict(zip(runs, medians_ms([*runs.values()], repetitions), strict=True))
+    for mode in HEAD_MODES:
+        found[mode] /= found["bare, ms"]
+        found[f"{mode}, GiB"] = peak_bytes(runs[mode]) / GIB
+    found |= gradient_errors(problem)
+    worst = torch.tensor([*found.values()], device="cuda", dtype=torch.float64)
+    torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
+    return {"case": str(width)} | dict(zip(found, worst.tolist(), strict=True))
+
+
+def print_sharded(widths: list[int], rows: int, repetitions: int) -> None:
+    """A line of JSON per width, from the first rank."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl", timeout=timedelta(minutes=2))  # a lost rank is an error
+    for width in widths:
+        torch.cuda.empty_cache()
+        found = bench_sharded(width, rows, repetitions)
+        if torch.distributed.get_rank() == 0:
+            print(json.dumps(found), flush=True)
+    torch.distributed.destroy_process_group()
+
+
 def table_by_width(results: list[dict]) -> str:
     """Markdown: a line per width and mode."""
     columns = ("log-probability", "on-policy ratio", "hidden gradient", "weight gradient")
@@ -380,14 +408,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if "WORLD_SIZE" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.distributed.init_process_group("nccl")
-        problem = Problem(8192, tp_group=torch.distributed.group.WORLD)
-        runs = {"bare": bare(problem)} | {mode: ours(problem, mode=mode) for mode in AT_ONCE}
-        times = dict(zip(runs, medians_ms([*runs.values()], args.repetitions), strict=True))
-        found = {"rank": problem.tp_group.rank(), "ratios": {mode: times[mode] / times["bare"] for mode in AT_ONCE}}
-        print(json.dumps(found | {"ms": times} | gradient_errors(problem)), flush=True)
-        torch.distributed.destroy_process_group()
+        print_sharded(args.widths or [HIDDEN], args.rows, args.repetitions)
         return
     if args.widths:
         results = by_width(args.widths, args.rows, args.repetitions)
