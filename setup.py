@@ -16,7 +16,7 @@ DEMO = [*TRAINING, "matplotlib>=3.8", "tensorboard>=2.15"]
 REPORT = ["plotly>=6"]
 COMPLETION = ["argcomplete>=3.4"]
 TEST = [*DEMO, *REPORT, *COMPLETION, "pytest>=8", "hypothesis>=6.100", "wandb>=0.17", "mypy>=1.13"]
-SITE = ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=1"]
+SITE = ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=1", "latex2mathml>=3.77"]
 
 
 def long_description() -> str:
@@ -29,7 +29,7 @@ def long_description() -> str:
 setup(
     name="megatron-pg",
     version=VERSION,
-    description="Exactly normalised policy-gradient (RL) losses for Megatron-LM",
+    description="Exactly normalized policy-gradient (RL) losses for Megatron-LM",
     long_description=long_description(),
     long_description_content_type="text/markdown",
     url=URL or None,

@@ -2,7 +2,7 @@
 
     python benchmarks/lm_head.py --out docs/lm_head        # one GPU: docs/lm_head.json, docs/lm_head.png, a table
     python benchmarks/lm_head.py --widths 1024 2048 4096 8192  # all modes: a table
-    torchrun --nproc-per-node 2 benchmarks/lm_head.py      # the vocabulary over the GPUs of a host
+    torchrun --nproc-per-node 2 benchmarks/lm_head.py      # the vocabulary over the GPUs of a host, of the worst rank
 
 Random hidden states and weights in bfloat16, logits of unit variance; nothing masked unless the row says so. A forward
 and a backward are timed. The unit is the three products alone, by cuBLAS in bfloat16: logits, gradient of the hidden
@@ -16,16 +16,18 @@ import os
 import statistics
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import triton
 
 from megatron_pg import lm_head
-from megatron_pg.declarations.choices import AT_ONCE, HEAD_MODES
+from megatron_pg.declarations.choices import HEAD_MODES
 from megatron_pg.kernels import grpo_loss
 
 HIDDEN, VOCABULARY = 4096, 151936
+OTHERS = ("Liger fused linear cross-entropy", "cut-cross-entropy")  # losses of other libraries
 CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
 GIB = 2**30
 
@@ -277,7 +279,7 @@ def bench(rows: int, repetitions: int, *, with_peers: bool) -> dict:
             "torch, bfloat16 logits": (naive(problem, False), 7),
             "torch, upcast to float32": (naive(problem, True), 3),
         } | {name: (run, 7) for name, run in peers(problem).items()}
-    result = {"rows": rows, "bare_ms": unit, "milliseconds": {}, "peak_gib": {}}
+    result = {"device": torch.cuda.get_device_name(), "rows": rows, "bare_ms": unit, "milliseconds": {}, "peak_gib": {}}
     for name, (run, times) in variants.items():
         torch.cuda.empty_cache()
         try:
@@ -312,6 +314,33 @@ def by_width(widths: list[int], rows: int, repetitions: int) -> list[dict]:
         results.append(result | {"errors": accuracy(problem) | gradient_errors(problem)})
         print(json.dumps(results[-1]), flush=True)
     return results
+
+
+def bench_sharded(width: int, rows: int, repetitions: int) -> dict:
+    """The modes with the vocabulary over all ranks: time over the shard's bare products, memory and errors, the largest
+    of any rank."""
+    problem = Problem(rows, tp_group=torch.distributed.group.WORLD, width=width)
+    runs = {"bare, ms": bare(problem)} | {mode: ours(problem, mode=mode) for mode in HEAD_MODES}
+    found = dict(zip(runs, medians_ms([*runs.values()], repetitions), strict=True))
+    for mode in HEAD_MODES:
+        found[mode] /= found["bare, ms"]
+        found[f"{mode}, GiB"] = peak_bytes(runs[mode]) / GIB
+    found |= gradient_errors(problem)
+    worst = torch.tensor([*found.values()], device="cuda", dtype=torch.float64)
+    torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
+    return {"case": str(width)} | dict(zip(found, worst.tolist(), strict=True))
+
+
+def print_sharded(widths: list[int], rows: int, repetitions: int) -> None:
+    """A line of JSON per width, from the first rank."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl", timeout=timedelta(minutes=2))  # a lost rank is an error
+    for width in widths:
+        torch.cuda.empty_cache()
+        found = bench_sharded(width, rows, repetitions)
+        if torch.distributed.get_rank() == 0:
+            print(json.dumps(found), flush=True)
+    torch.distributed.destroy_process_group()
 
 
 def table_by_width(results: list[dict]) -> str:
@@ -357,15 +386,20 @@ def plot(result: dict, path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 0.4 * len(names) + 1.2), sharey=True)
     times = [result["milliseconds"][name] / result["bare_ms"] for name in names]
     for axis, values, label in (
-        (axes[0], times, "time / three bare products (cut at 5)"),
+        (axes[0], times, "time relative to three bfloat16 GEMMs (cut at 5)"),
         (axes[1], [result["peak_gib"][name] for name in names], "peak memory, GiB"),
     ):
-        bars = axis.barh(names, [min(v, 5) for v in values] if axis is axes[0] else values)
+        colors = ["#9aa5b1" if name in OTHERS else "#1f77b4" for name in names]
+        bars = axis.barh(range(len(names)), [min(v, 5) for v in values] if axis is axes[0] else values, color=colors)
         axis.bar_label(bars, [f"{v:.2f}" for v in values], fontsize=8, padding=2)
         axis.set_xlabel(label)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].axvline(1, color="black", linewidth=0.8)
     axes[0].invert_yaxis()
+    labels = [f"{name} (no policy loss)" if name in OTHERS else name for name in names]
+    axes[0].set_yticks(range(len(names)), labels)
+    shape = f"{result['rows']:,} tokens, H = {HIDDEN}, {VOCABULARY:,} columns"
+    figure.suptitle(f"LM head, loss and both gradients: {shape}, {result['device']}", fontsize=11)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -380,14 +414,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if "WORLD_SIZE" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.distributed.init_process_group("nccl")
-        problem = Problem(8192, tp_group=torch.distributed.group.WORLD)
-        runs = {"bare": bare(problem)} | {mode: ours(problem, mode=mode) for mode in AT_ONCE}
-        times = dict(zip(runs, medians_ms([*runs.values()], args.repetitions), strict=True))
-        found = {"rank": problem.tp_group.rank(), "ratios": {mode: times[mode] / times["bare"] for mode in AT_ONCE}}
-        print(json.dumps(found | {"ms": times} | gradient_errors(problem)), flush=True)
-        torch.distributed.destroy_process_group()
+        print_sharded(args.widths or [HIDDEN], args.rows, args.repetitions)
         return
     if args.widths:
         results = by_width(args.widths, args.rows, args.repetitions)

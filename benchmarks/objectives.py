@@ -3,17 +3,22 @@ run.
 
     python benchmarks/objectives.py                             # one GPU: a table for each shape
     python benchmarks/objectives.py --accuracy-only             # the gradients of 64 rows against float64
+    torchrun --nproc-per-node 2 benchmarks/objectives.py --cases grpo,bfloat16,entropy   # the vocabulary over the GPUs
 
 The logits are random and every row is trained, as in `grpo_kernel.py`, whose clock this is. Sequences are 1,024 tokens
 long.
 """
 
 import argparse
+import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 import triton
 from grpo_kernel import copy_ms, fields_of, median_ms
 
@@ -34,6 +39,7 @@ SHAPES = [
     (1000, 50304, torch.bfloat16),  # whose time is the host's
 ]
 SEQUENCE = 1024
+SHARDED = "grpo,bfloat16,entropy"
 NUMBERS = {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "cap": 3.0, "beta": 0.5, "tau": 0.1} | {
     "tau_pos": 1.0,
     "tau_neg": 1.05,
@@ -84,13 +90,16 @@ def fields_for(logits: torch.Tensor) -> TokenFields:
     return TokenFields(**fields, ref_logprobs=reference, sequences=sequences)
 
 
-def ours(terms: LossTerms, fields: TokenFields, impl: str = "triton") -> Callable:
+def ours(
+    terms: LossTerms, fields: TokenFields, impl: str = "triton", *, entropy: bool = True, tp_group=None
+) -> Callable:
     """Forward and backward."""
 
     def run(logits: torch.Tensor):
         leaf = logits.requires_grad_()
-        vocabulary = Vocabulary.of(logits.shape[1])
-        out = policy_gradient_loss(leaf.view_as(leaf), PolicyLoss(terms, fields), vocabulary, entropy=True, impl=impl)
+        vocabulary = Vocabulary.of(logits.shape[1], tp_group=tp_group)
+        loss = PolicyLoss(terms, fields)
+        out = policy_gradient_loss(leaf.view_as(leaf), loss, vocabulary, entropy=entropy, impl=impl)
         return out, torch.autograd.grad(out.loss, leaf)[0]
 
     return run
@@ -104,6 +113,63 @@ def gradient_error(columns: int, dtype: torch.dtype, terms: LossTerms) -> float:
     exact = ours(terms, fields, impl="torch")(logits.double())[1]
     rounding = (exact.to(dtype).double() - exact).norm()
     return float((found.double() - exact).norm() / rounding)
+
+
+def bench_sharded(case: str, rows: int, columns: int, repetitions: int) -> dict:
+    """An objective such as `gspo,float32,entropy`, the vocabulary over all ranks: time in copies of the shard's logits,
+    with the exchange in it, and the gradient's error, the largest of any rank."""
+    name, dtype_name, *entropy = case.split(",")
+    dtype, group = getattr(torch, dtype_name), dist.group.WORLD
+    terms = LossTerms(objective=build(name, OBJECTIVES[name].numbers))
+    torch.manual_seed(1 + group.rank())
+    master = torch.randn(rows, columns // group.size(), device="cuda", dtype=dtype)
+    shares = torch.zeros(rows, 4, device="cuda")
+    gathered = shares.new_empty(group.size() * rows, 4)
+    run = ours(terms, shared_fields(rows, columns), entropy=bool(entropy), tp_group=group)
+    copy = copy_ms(master, repetitions)
+    found = {
+        "copy, ms": copy,
+        "copies": median_ms(master, run, repetitions) / copy,
+        "all-gather, copies": median_ms(
+            master, lambda _: dist.all_gather_into_tensor(gathered, shares, group=group), repetitions
+        )
+        / copy,
+        "gradient error": sharded_gradient_error(terms, dtype, entropy=bool(entropy)),
+    }
+    worst = torch.tensor([*found.values()], device="cuda", dtype=torch.float64)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return {"case": case} | dict(zip(found, worst.tolist(), strict=True))
+
+
+def shared_fields(rows: int, columns: int) -> TokenFields:
+    """The same on every rank, with targets in the whole vocabulary."""
+    torch.manual_seed(0)
+    return fields_for(torch.empty(1, device="cuda").expand(rows, columns))
+
+
+def sharded_gradient_error(
+    terms: LossTerms, dtype: torch.dtype, *, entropy: bool, rows: int = 256, columns: int = 8192
+) -> float:
+    """Norm of the error of this rank's gradient against torch in float64 over whole logits, relative to its norm."""
+    group = dist.group.WORLD
+    fields = shared_fields(rows, columns)  # seeds, so that the logits are the same on every rank too
+    whole = torch.randn(rows, columns, device="cuda", dtype=dtype)
+    mine = whole.chunk(group.size(), dim=1)[group.rank()].contiguous()
+    found = ours(terms, fields, entropy=entropy, tp_group=group)(mine)[1]
+    exact = ours(terms, fields, impl="torch", entropy=entropy)(whole.double())[1]
+    part = exact.chunk(group.size(), dim=1)[group.rank()]
+    return float((found.double() - part).norm() / part.norm())
+
+
+def print_sharded(cases: list[str], repetitions: int) -> None:
+    """A line of JSON per case, from the first rank."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", timeout=timedelta(minutes=2))  # a lost rank is an error
+    for case in cases:
+        found = bench_sharded(case, 4096, 151936, repetitions)
+        if dist.get_rank() == 0:
+            print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
 
 
 def print_times(shapes: list, named: dict[str, LossTerms], repetitions: int) -> None:
@@ -140,7 +206,11 @@ def main() -> None:
     parser.add_argument("--accuracy-only", action="store_true")
     parser.add_argument("--columns", type=int, help="of the one shape to run")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of the variants to run, in addition to grpo")
+    parser.add_argument("--cases", nargs="+", default=[SHARDED], help="under torchrun: objective,dtype[,entropy]")
     args = parser.parse_args()
+    if "WORLD_SIZE" in os.environ:
+        print_sharded(args.cases, args.repetitions)
+        return
     named = {name: terms for name, terms in variants() if args.only is None or name in ("grpo", *args.only)}
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     shapes = [shape for shape in SHAPES if args.columns in (None, shape[1])]

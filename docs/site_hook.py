@@ -1,14 +1,15 @@
-"""What the site has beyond the pages of docs/, as a hook of mkdocs: navigation, API reference and the pages of the
-root.
+"""What the site has beyond the pages of docs/, as a hook of mkdocs: API reference and the pages of the root.
 
 mkdocs.yml loads it, for `make site`. griffe reads the package's source without importing it, so neither torch nor
 Megatron is needed.
 """
 
 import re
+from html import unescape
 from pathlib import Path
 
 import griffe
+import latex2mathml.converter
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
@@ -18,21 +19,16 @@ ROOT = Path(__file__).parents[1]
 ROOT_PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
 MODULES = ("args", "pretrain", "cp_utils", "reducers", "objectives", "kernels", "lm_head", "metrics")
 LAZY = sorted(set(megatron_pg.__all__) - {"__version__"})  # no static reader finds these, so they are listed
+_FORMULA = re.compile(r'<(?P<kind>span|div) class="arithmatex">\\[(\[](?P<tex>.*?)\\[)\]]</(?P=kind)>', re.DOTALL)
 API = {name: f"api/{name}.md" for name in ("megatron_pg", *(f"megatron_pg.{module}" for module in MODULES))}
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """The navigation: the sections of docs/index.md in their order, then the API and the root's pages."""
-    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    sections = {
-        part.partition("\n")[0]: re.findall(r"\]\(((?:hosts/)?\w+\.md)\) \|$", part, re.M)
-        for part in index.split("\n## ")
-    }
+    """Add the API and the pages of the root to the navigation of mkdocs.yml."""
     config.nav = [
-        "index.md",
-        *({title: pages} for title, pages in sections.items() if pages),
+        *(config.nav or ()),
         {"API": [{name: page} for name, page in API.items()]},
-        {"The project": list(ROOT_PAGES)},
+        {"Project": list(ROOT_PAGES)},
     ]
     config.copyright = f"megatron_pg {megatron_pg.__version__}, Apache-2.0"
 
@@ -51,6 +47,16 @@ def on_page_markdown(markdown: str, *, page, **_: object) -> str:
     if "/" not in page.file.src_uri:
         markdown = markdown.replace("](../", "](").replace("](docs/", "](")
     return re.sub(r"^```(\w+) excerpt$", r"```\1", markdown, flags=re.MULTILINE)
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Formulas as MathML, which browsers draw without a script and without a network."""
+
+    def drawn(match: re.Match) -> str:
+        display = "block" if match["kind"] == "div" else "inline"
+        return latex2mathml.converter.convert(unescape(match["tex"]), display=display)
+
+    return _FORMULA.sub(drawn, html)
 
 
 class Comments(griffe.Extension):

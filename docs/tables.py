@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_pg.args import add_arguments
+from megatron_pg.args import add_arguments, own_arguments
+from megatron_pg.cli import SUBCOMMANDS
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS
 from megatron_pg.declarations.declaration import Reads
@@ -186,16 +187,37 @@ def table(head: tuple[str, ...], rows: Rows) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in cells)
 
 
+def flags() -> str:
+    """Every flag with its default and its help text, by group."""
+    parts = []
+    for group in add_arguments(argparse.ArgumentParser(add_help=False))._action_groups:
+        rows = [_flag_row(action) for action in group._group_actions if action.help != argparse.SUPPRESS]
+        if rows:
+            title = f"{group.title}".removeprefix("megatron_pg: ")
+            parts.append(f"### {title[:1].upper()}{title[1:]}\n\n{table(('flag', 'default', 'meaning'), rows)}")
+    return "\n".join(parts)
+
+
+def _flag_row(action: argparse.Action) -> tuple[str, str, str]:
+    choices = f" ({', '.join(f'`{choice}`' for choice in action.choices)})" if action.choices else ""
+    default = "–" if action.default is None else "off" if action.default is False else f"`{action.default}`"
+    return f"`{action.option_strings[0]}`{choices}", default, f"{action.help}"
+
+
 def metrics() -> str:
     """What every metric is."""
-    head = ("metric", "from level", "formula per token", "divided by", "unit", "meaning", "healthy", "red flag")
-    return table(head, [_metric_row(m) for m in METRICS if m.kind != "part"])
+    return table(("metric", "meaning", "formula", "divided by"), [_metric_row(m) for m in METRICS if m.kind != "part"])
 
 
 def _metric_row(m: Metric) -> tuple[str, ...]:
     needs = f"; needs `{m.needs}`" if m.needs else f"; {ONLY_WITH[m.only_with]}" if m.only_with else ""
-    what = (m.equation, DIVIDED_BY[m.kind], m.unit, m.meaning + needs)
-    return (f"`{m.name}`", f"`{m.level}`", *what, *map(str, SIGNS.get(m.name, ("–", "–"))))
+    level = "" if m.level == "basic" else f"; from level `{m.level}`"
+    return f"`{m.name}`", f"{m.meaning} [{m.unit}]{needs}{level}", m.equation, DIVIDED_BY[m.kind]
+
+
+def signs() -> str:
+    """How a metric looks in a healthy run, and in one that is not."""
+    return table(("metric", "healthy", "red flag"), [(f"`{name}`", *map(str, pair)) for name, pair in SIGNS.items()])
 
 
 def red_flags() -> str:
@@ -209,7 +231,9 @@ def metric_names() -> str:
     shown = [m.name for m in METRICS if m.kind != "part"]
     if unknown := ELSEWHERE.keys() - shown:
         raise ValueError(f"{', '.join(sorted(unknown))}: no metric has this name")
-    rows = [(f"`{name}`", *(ELSEWHERE.get(name, {}).get(each, "–") for each in FRAMEWORKS)) for name in shown]
+    rows = [
+        (f"`{name}`", *(ELSEWHERE[name].get(each, "–") for each in FRAMEWORKS)) for name in shown if name in ELSEWHERE
+    ]
     return table(("metric", *FRAMEWORKS), rows)
 
 
@@ -262,10 +286,17 @@ def causes() -> str:
     )
 
 
+def commands() -> str:
+    """The subcommands of megatron-pg."""
+    return table(("command", "what it does"), [(f"`{name}`", summary) for name, summary in SUBCOMMANDS.items()])
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "metrics.md": {"metrics": metrics, "metric names": metric_names},
+    "flags.md": {"flags": flags},
+    "cli.md": {"commands": commands},
+    "metrics.md": {"metrics": metrics, "signs": signs, "metric names": metric_names},
     "mismatch.md": {"causes": causes},
-    "quickstart.md": {"red flags": red_flags},
+    "monitoring.md": {"red flags": red_flags},
     "aggregation.md": {"aggregations": aggregations},
     "objectives.md": {"objectives": objectives},
     "corrections.md": {"corrections": corrections},
@@ -288,7 +319,6 @@ COUNT = re.compile(r"<!-- count: ([^>]+) -->([^<]*)<!-- -->")
 
 def counts() -> dict[str, int]:
     """What the pages count, by the name that a marker gives."""
-    flags = add_arguments(argparse.ArgumentParser(add_help=False))._actions
     mutants = (DOCS.parent / "tests/mutants/source_mutants.txt").read_text(encoding="utf-8")
     rows = json.loads((DOCS / "proof.json").read_text(encoding="utf-8"))["rows"]
     cases = {name: rows[row]["cases"] for name, row in PROVED.items()}
@@ -300,7 +330,7 @@ def counts() -> dict[str, int]:
         "loss term kinds": len(KINDS),
         "causes": len(CAUSES),
         "metrics": sum(metric.kind != "part" for metric in METRICS),
-        "flags": len(flags),
+        "flags": len(own_arguments()),
         "source mutants": len(re.findall(r"^[^-+=\n].* \| .*$", mutants, re.MULTILINE)),
         "proof rows": len(rows),
         **cases,

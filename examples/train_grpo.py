@@ -44,7 +44,7 @@ from cpu import local_layers
 from cpu.hybrid_layers import HybridModel, hybrid_model
 from evidence.other_trainers import microbatch_means, without_sampling_mask
 from loop.rollout_documents import SampledDocuments, groups_of, skip_documents
-from loop.run_folder import RunFolder, say
+from loop.run_folder import RunFolder, recorded_metrics, say
 from megatron.core import parallel_state as mpu
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
@@ -287,11 +287,7 @@ class Example:
     def _recorded_microbatches(self, steps: list[list[Sample]], args) -> Iterator[PackedBatch]:
         rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         for step in steps:
-            rewards = {sample.rollout_id: sample.reward for sample in step}
-            self.task_metrics = {
-                "reward": sum(rewards.values()) / len(rewards),
-                "response_length": sum(sample.response_length for sample in step) / len(rewards),
-            }
+            self.task_metrics = recorded_metrics(step)
             yield from microbatches(step, args, data_parallel_rank=rank, data_parallel_size=size)
 
     def sampled_steps(self, args) -> Iterator[PackedBatch]:

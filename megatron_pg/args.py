@@ -208,5 +208,5 @@ def _late_changes(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 def _say(category: type[Warning], messages: list[str]) -> None:
     if os.environ.get("RANK", "0") == "0":
-        for message in messages:
-            warnings.warn(message, category, stacklevel=3)
+        for rule, message in numbered(messages):
+            warnings.warn(f"[{rule}] {message}", category, stacklevel=3)

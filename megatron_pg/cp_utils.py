@@ -132,15 +132,13 @@ def slice_loss_masks_for_local_cp(
     fields = {"total_lengths": total_lengths, "response_lengths": response_lengths, "max_seq_lens": widths}
     for name, values in fields.items():
         if len(values) != len(loss_masks):
-            raise ValueError(
-                f"{name} has {len(values)} entries for {len(loss_masks)} samples, so they would not align."
-            )
+            raise ValueError(f"{name} has {len(values)} entries for {len(loss_masks)} samples. Give one per sample.")
     masks = []
     for i, (mask, total, response, width) in enumerate(zip(loss_masks, *fields.values(), strict=True)):
         if mask.shape != (response,):
             raise ValueError(
-                f"loss_masks[{i}] has shape {tuple(mask.shape)}, the response has {response} tokens, so mask and "
-                "values would not align. Give one entry per response token."
+                f"loss_masks[{i}] has shape {tuple(mask.shape)}, the response has {response} tokens. Give one entry "
+                "per response token."
             )
         index = response_index(total, response, qkv_format, width, cp_rank=cp_rank, cp_size=cp_size)
         masks.append(mask[index.to(mask.device)])
@@ -232,8 +230,8 @@ def all_gather_with_cp(
     index = response_index(total_length, response_length, qkv_format, max_seq_len, cp_rank=cp_rank, cp_size=cp_size)
     if len(tensor) != len(index):
         raise ValueError(
-            f"tensor has {len(tensor)} response values, rank {cp_rank} of {cp_size} has {len(index)} of this "
-            "sample, so they would land on the wrong tokens. Slice it with the same lengths and format."
+            f"tensor has {len(tensor)} response values, rank {cp_rank} of {cp_size} has {len(index)} of this sample. "
+            "Slice it with the same lengths and format."
         )
     return _GatherResponse.apply(tensor, index.to(tensor.device), response_length, group if cp_size > 1 else None)
 
@@ -289,9 +287,7 @@ def _denominators(loss_masks: Sequence[Tensor], given: dict[str, Any]) -> list[f
         raise ValueError(f"{len(denominators)} denominators for {len(loss_masks)} samples")
     for i, d in enumerate(denominators):
         if not 0.0 < d < float("inf"):
-            raise ValueError(
-                f"denominator {i} is {d}, so its sample would weigh 0 or inf. Every one must be finite and > 0."
-            )
+            raise ValueError(f"denominator {i} is {d}. Every one must be finite and > 0.")
     return denominators
 
 

@@ -7,9 +7,13 @@ One GPU samples rollouts and trains on them; every layout then trains on the sam
 through examples/launch_gpu.sh and Megatron's pretrain(). A layout of a mixture of experts is compared with one GPU of
 the same model, steps of documents over two data-parallel ranks with each other: how many documents a rank gives to a
 step depends on the number of ranks. Several runs share a GPU, so their times mean nothing: for those, throughput.py.
+
+A run that --out holds is not repeated, so a second call continues after --minutes are over. Remove its folder to repeat
+it. Reference and teacher are random (layout_samples.py): only the difference between layouts has a meaning.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import queue
@@ -23,95 +27,16 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import torch
+from layout_samples import write_scored
+from layouts import ENGINE, LAYOUTS, NOT_COVERED, SAMPLED, Layout
+from records import FAILED, NOT_RUN, OUT_OF_TIME, Deadline, Machine, Row, error_in, is_measured, not_run
 
 ROOT = Path(__file__).parents[2]
-EXPERTS = (
-    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0"),
-    *("--moe-token-dispatcher-type", "alltoall", "--disable-bias-linear", "--no-bias-gelu-fusion"),
-)
-# rope, because Megatron has a second copy of learned positions under pipeline parallelism
-PREDICTION = ("--mtp-num-layers", "1", "--position-embedding-type", "rope", "--no-rope-fusion")
-OVERLAPPED = (*EXPERTS, "--overlap-moe-expert-parallel-comm")
-HYBRID = ("--hybrid-layer-pattern", "*-*-*-*-")
-HYBRID_STAGES = ("--hybrid-layer-pattern", "*-*-|*-*-")
-SHARDED = (
-    "--use-megatron-fsdp",
-    "--data-parallel-sharding-strategy",
-    "optim_grads_params",
-    "--ckpt-format",
-    "fsdp_dtensor",
-)
-TERMS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-DOCUMENTS = ("--docs-per-step", "256")
-ENGINE = ("--transformer-impl", "transformer_engine")
-# name: processes, environment, further flags, what it is compared with
-LAYOUTS = {
-    "1 GPU": (1, {}, (), "1 GPU"),
-    "1 GPU, --fp32-lm-head": (1, {}, ("--fp32-lm-head",), "1 GPU"),
-    "1 GPU, --pg-fused-head": (1, {}, ("--pg-fused-head",), "1 GPU"),
-    "DP2": (2, {}, (), "1 GPU"),
-    "DP2, overlapped": (2, {}, ("--overlap-grad-reduce", "--overlap-param-gather"), "1 GPU"),
-    "TP2": (2, {"TP": "2"}, (), "1 GPU"),
-    "TP2 + SP": (2, {"TP": "2", "SP": "1"}, (), "1 GPU"),
-    "TP2 + SP, --pg-fused-head": (2, {"TP": "2", "SP": "1"}, ("--pg-fused-head",), "1 GPU"),
-    "PP2": (2, {"PP": "2"}, (), "1 GPU"),
-    "PP2, two virtual stages": (2, {"PP": "2"}, ("--num-layers-per-virtual-pipeline-stage", "1"), "1 GPU"),
-    "CP2": (2, {"CP": "2"}, (), "1 GPU"),
-    "DP2, gspo": (2, {}, ("--pg-objective", "gspo"), "1 GPU, gspo"),
-    "1 GPU, gspo": (1, {}, ("--pg-objective", "gspo"), "1 GPU, gspo"),
-    "CP2, gspo": (2, {"CP": "2"}, ("--pg-objective", "gspo"), "1 GPU, gspo"),
-    "1 GPU, 4 experts": (1, {}, EXPERTS, "1 GPU, 4 experts"),
-    "EP2, 4 experts": (2, {"EP": "2"}, EXPERTS, "1 GPU, 4 experts"),
-    "EP2, 4 experts, overlapped": (2, {"EP": "2", **TERMS}, OVERLAPPED, "EP2, 4 experts"),
-    "1 GPU, prediction": (1, {}, PREDICTION, "1 GPU, prediction"),
-    "1 GPU, prediction, --fp32-lm-head": (1, {}, (*PREDICTION, "--fp32-lm-head"), "1 GPU, prediction"),
-    "1 GPU, prediction, --pg-fused-head": (1, {}, (*PREDICTION, "--pg-fused-head"), "1 GPU, prediction"),
-    "DP2, prediction": (2, {}, PREDICTION, "1 GPU, prediction"),
-    "TP2 + SP, prediction, --pg-fused-head": (
-        2,
-        {"TP": "2", "SP": "1"},
-        (*PREDICTION, "--pg-fused-head"),
-        "1 GPU, prediction",
-    ),
-    "PP2, prediction": (2, {"PP": "2"}, PREDICTION, "1 GPU, prediction"),
-    "PP2, prediction, --pg-fused-head": (2, {"PP": "2"}, (*PREDICTION, "--pg-fused-head"), "1 GPU, prediction"),
-    "CP2, prediction": (2, {"CP": "2"}, PREDICTION, "1 GPU, prediction"),
-    "EP2, 4 experts, overlapped, prediction": (
-        2,
-        {"EP": "2", **TERMS},
-        (*OVERLAPPED, *PREDICTION),
-        "1 GPU, 4 experts, prediction",
-    ),
-    "1 GPU, 4 experts, prediction": (1, {}, (*EXPERTS, *PREDICTION), "1 GPU, 4 experts, prediction"),
-    "DP2, Megatron-FSDP": (2, TERMS, SHARDED, "1 GPU"),
-    "DP2, Megatron-FSDP, --fp32-lm-head": (2, TERMS, (*SHARDED, "--fp32-lm-head"), "1 GPU"),
-    "DP2, Megatron-FSDP, --pg-fused-head": (2, TERMS, (*SHARDED, "--pg-fused-head"), "1 GPU"),
-    "1 GPU, HybridModel": (1, {}, HYBRID, "1 GPU"),
-    "DP2, HybridModel": (2, {}, HYBRID, "1 GPU"),
-    "TP2 + SP, HybridModel, --pg-fused-head": (2, {"TP": "2", "SP": "1"}, (*HYBRID, "--pg-fused-head"), "1 GPU"),
-    "PP2, HybridModel": (2, {"PP": "2"}, HYBRID_STAGES, "1 GPU"),
-    "1 GPU, --docs-per-step": (1, {}, DOCUMENTS, "1 GPU"),
-    "DP2, --docs-per-step": (2, {}, DOCUMENTS, "DP2, --docs-per-step"),
-    "CP2, --docs-per-step": (2, {"CP": "2"}, DOCUMENTS, "1 GPU"),
-    "1 GPU, Transformer Engine": (1, {}, ENGINE, "1 GPU"),
-    "TP2 + SP, Transformer Engine": (2, {"TP": "2", "SP": "1"}, ENGINE, "1 GPU"),
-    "PP2, Transformer Engine": (2, {"PP": "2"}, ENGINE, "1 GPU"),
-    "CP2, Transformer Engine": (2, {"CP": "2"}, ENGINE, "1 GPU"),
-    "DP2, --docs-per-step, Transformer Engine": (2, {}, DOCUMENTS + ENGINE, "DP2, --docs-per-step"),
-    "CP2, --docs-per-step, Transformer Engine": (2, {"CP": "2"}, DOCUMENTS + ENGINE, "1 GPU"),
-    "EP2, 4 experts, Transformer Engine": (2, {"EP": "2"}, EXPERTS + ENGINE, "1 GPU, 4 experts"),
-    "TP2 × DP2": (4, {"TP": "2"}, (), "1 GPU"),
-    "PP2 × DP2": (4, {"PP": "2"}, (), "1 GPU"),
-    "CP2 × TP2": (4, {"CP": "2", "TP": "2"}, (), "1 GPU"),
-    "TP4 + SP": (4, {"TP": "4", "SP": "1"}, (), "1 GPU"),
-    "TP2 + SP × PP2, --pg-fused-head": (4, {"TP": "2", "SP": "1", "PP": "2"}, ("--pg-fused-head",), "1 GPU"),
-    "EP2 × DP2, 4 experts": (4, {"EP": "2"}, EXPERTS, "1 GPU, 4 experts"),
-    "CP2 × DP2, --docs-per-step": (4, {"CP": "2"}, DOCUMENTS, "DP2, --docs-per-step"),
-}
 STEPS = 4
-SECONDS = 120  # of one run
+SECONDS = 120  # of one run, at most
+LEAST = 40  # seconds that a new run should have
 SHARE = 4  # runs on a GPU at a time
+SIZES = (1, 2, 4, 8)
 FLAGS = shlex.split(
     f"--loss-aggregation constant --loss-aggregation-divisor 6 --warm-up-iters 0 --train-iters {STEPS} --log-interval "
     "1 --lr-warmup-iters 0 --lr 1e-4 --exact-match-interval 1000 --exact-match-prompts 64 --prompts-per-rollout 32 "
@@ -125,16 +50,60 @@ def folder_of(name: str, out: Path) -> Path:
     return out / re.sub(r"[^a-z0-9]+", "-", name.lower())
 
 
-def launch(name: str, out: Path, rollouts: Path | None, gpus: str | None = None) -> Path:
-    """Run a layout, on these GPUs if they are given; its folder."""
-    processes, environment, flags, _ = LAYOUTS[name]
-    folder = folder_of(name, out)
-    given = [*FLAGS, *flags, *(["--rollouts", str(rollouts)] if rollouts else [])]
-    run(folder, "layout_run.py", given, environment | {"PROCESSES": str(processes)}, gpus)
-    return folder
+def is_complete(folder: Path, processes: int) -> bool:
+    """Whether the folder holds a run that every rank has ended."""
+    return all((folder / f"peak.{rank}").exists() for rank in range(processes))
 
 
-def run(folder: Path, script: str, flags: list[str], environment: dict[str, str], gpus: str | None = None) -> None:
+def sample(out: Path, deadline: Deadline) -> dict[str, Path]:
+    """Sample the rollout files on one GPU, those that are missing; the paths of those that exist."""
+    names = [name for name in SAMPLED if not is_complete(out / "sampled" / name, 1)]
+    jobs = [partial(sample_one, name, out, deadline) for name in names]
+    side_by_side(jobs, 1, 1, len(SAMPLED))
+    files = {name: out / "sampled" / name / "rollouts.jsonl" for name in SAMPLED}
+    found = {name: path for name, path in files.items() if is_complete(path.parent, 1)}
+    if "plain" in found:
+        found["scored"] = write_scored(found["plain"], out / "sampled" / "scored.jsonl")
+    return found
+
+
+def sample_one(name: str, out: Path, deadline: Deadline, gpus: str) -> None:
+    """Sample one of the rollout files."""
+    with_flags = ("layout_run.py", [*FLAGS, *SAMPLED[name]], {"PROCESSES": "1"}, gpus)
+    run_in_time(deadline, LEAST, SECONDS, out / "sampled" / name, *with_flags)
+
+
+def launch(name: str, out: Path, rollouts: dict[str, Path], deadline: Deadline, gpus: str) -> None:
+    """Run a layout on these GPUs, unless it has run, its rollouts are missing or the time is over."""
+    layout, folder = LAYOUTS[name], folder_of(name, out)
+    if is_complete(folder, layout.processes) or layout.rollouts not in rollouts:
+        return
+    given = [*FLAGS, *layout.flags, "--rollouts", str(rollouts[layout.rollouts])]
+    environment = layout.environment | {"PROCESSES": str(layout.processes)}
+    run_in_time(deadline, LEAST, SECONDS, folder, "layout_run.py", given, environment, gpus)
+
+
+def run_in_time(
+    deadline: Deadline,
+    least: float,
+    longest: float,
+    folder: Path,
+    script: str,
+    flags: list[str],
+    environment: dict[str, str],
+    gpus: str | None = None,
+) -> None:
+    """`run` with the seconds that are left, `longest` at most; nothing if they are fewer than `least`."""
+    if deadline.left() < least:
+        return
+    run(folder, script, flags, environment, gpus, min(longest, deadline.left()))
+    if deadline.left() < 1 and not is_complete(folder, int(environment["PROCESSES"])):
+        shutil.rmtree(folder)  # the deadline ended it, and not an error
+
+
+def run(
+    folder: Path, script: str, flags: list[str], environment: dict[str, str], gpus: str | None, seconds: float
+) -> None:
     """One run of examples/launch_gpu.sh with a script of this folder; what it prints goes to output.txt in its own."""
     shutil.rmtree(folder, ignore_errors=True)  # no output of an earlier run is mistaken for this one's
     environment = os.environ | environment
@@ -148,13 +117,14 @@ def run(folder: Path, script: str, flags: list[str], environment: dict[str, str]
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpus
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["timeout", str(SECONDS), "bash", str(ROOT / "examples" / "launch_gpu.sh"), *flags]
+    command = ["timeout", f"{seconds:.0f}", "bash", str(ROOT / "examples" / "launch_gpu.sh"), *flags]
     output = folder / "output.txt"
     with output.open("w") as file:  # no pipe: a process that survives would keep it open
         code = subprocess.run(command, env=environment, stdout=file, stderr=file).returncode
+        if code == 124:  # of timeout
+            file.write(f"\nTimeoutError: ended after {seconds:.0f} s\n")
     if code:
-        lines = re.findall(r"^.*\w+Error: .*$", output.read_text(), re.MULTILINE)
-        print(f"{folder.name}: exit code {code}: {lines[0] if lines else 'see output.txt'}", flush=True)
+        print(f"{folder.name}: exit code {code}: {error_in(output)}", flush=True)
 
 
 def side_by_side(jobs: list[Callable[[str], object]], gpus: int, size: int, share: int) -> None:
@@ -176,10 +146,8 @@ def side_by_side(jobs: list[Callable[[str], object]], gpus: int, size: int, shar
         list(pool.map(run_on_free_gpus, jobs))
 
 
-def read(folder: Path) -> dict | None:
-    """Losses and gradient norms of the steps, peak memory; None if the run failed."""
-    if not (folder / "peak.0").exists():
-        return None
+def read(folder: Path) -> Row:
+    """Losses and gradient norms of the steps, and peak memory."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
         "loss": [r["pg_loss"] for r in records],
@@ -188,36 +156,66 @@ def read(folder: Path) -> dict | None:
     }
 
 
-def table(results: dict[str, dict | None]) -> str:
-    """Markdown: every layout and the layout that it is compared with."""
+def row_of(name: str, out: Path, gpus: int) -> Row:
+    """The figures of a layout, its error, or why it did not run."""
+    layout, folder = LAYOUTS[name], folder_of(name, out)
+    if is_complete(folder, layout.processes):
+        return read(folder)
+    if reason := cannot_run(layout, gpus):
+        return {NOT_RUN: reason}
+    if (folder / "output.txt").exists():
+        return {FAILED: error_in(folder / "output.txt")}
+    sampled = out / "sampled" / ("plain" if layout.rollouts == "scored" else layout.rollouts)
+    if (sampled / "output.txt").exists() and not is_complete(sampled, 1):
+        return {FAILED: f"no rollouts: {error_in(sampled / 'output.txt')}"}
+    return {NOT_RUN: OUT_OF_TIME}
+
+
+def cannot_run(layout: Layout, gpus: int) -> str | None:
+    """Why the machine cannot run a layout."""
+    if layout.processes > gpus:
+        return f"needs {layout.processes} GPUs"
+    if ENGINE[1] in layout.flags and importlib.util.find_spec("transformer_engine") is None:
+        return "needs Transformer Engine"
+    return None
+
+
+def table(rows: dict[str, Row]) -> str:
+    """Markdown: every layout compared with its reference, then what did not run."""
     lines = [
         "| layout | pg_loss of step 1 | differs, 4 steps | grad_norm of step 1 | differs, 4 steps | GiB |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for name, result in results.items():
-        reference = results.get(LAYOUTS[name][3])
-        if result is None or reference is None:
-            lines.append(f"| {name} | failed | | | | |")
+    reasons = {name: row[NOT_RUN] for name, row in rows.items() if NOT_RUN in row}
+    for name, row in rows.items():
+        if name in reasons:
             continue
-        size = max(map(abs, reference["loss"]))
-        loss = max(abs(a - b) for a, b in zip(result["loss"], reference["loss"], strict=True)) / size
-        norm = max(abs(a / b - 1) for a, b in zip(result["grad_norm"], reference["grad_norm"], strict=True))
+        if FAILED in row:
+            lines.append(f"| {name} | failed: {row[FAILED]} | | | | |")
+            continue
+        loss, norm = differences(row, rows.get(LAYOUTS[name].reference))
         lines.append(
-            f"| {name} | {result['loss'][0]:.6f} | {loss:.1e} | {result['grad_norm'][0]:.5f} | {norm:.1e} | "
-            f"{result['gib']:.2f} |"
+            f"| {name} | {row['loss'][0]:.6f} | {loss} | {row['grad_norm'][0]:.5f} | {norm} | {row['gib']:.2f} |"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *not_run(reasons | NOT_COVERED)])
 
 
-def write(out: Path, names: list[str]) -> None:
+def differences(row: Row, reference: Row | None) -> tuple[str, str]:
+    """Largest difference of the losses, as a share of the largest, and of the gradient norms."""
+    if not is_measured(reference):
+        return "no reference", "no reference"
+    size = max(map(abs, reference["loss"]))
+    loss = max(abs(a - b) for a, b in zip(row["loss"], reference["loss"], strict=True)) / size
+    norm = max(abs(a / b - 1) for a, b in zip(row["grad_norm"], reference["grad_norm"], strict=True))
+    return f"{loss:.1e}", f"{norm:.1e}"
+
+
+def write(out: Path, names: list[str], machine: Machine) -> None:
     """The table of these layouts, as layouts.md, and its numbers as layouts.json."""
-    results = {name: read(folder_of(name, out)) for name in names}
-    text = (
-        f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}, torch {torch.__version__}\n\n{table(results)}\n"
-    )
+    rows = {name: row_of(name, out, machine.gpus) for name in names}
+    text = f"{machine.heading}\n\n{table(rows)}\n"
     (out / "layouts.md").write_text(text)
-    (out / "layouts.json").write_text(json.dumps(results, indent=1))
-    print(text, flush=True)
+    (out / "layouts.json").write_text(json.dumps(machine._asdict() | {"rows": rows}, indent=1))
 
 
 def main() -> None:
@@ -225,18 +223,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "layouts")
     parser.add_argument("--only", default="", help="regular expression of the names; the table holds these")
+    parser.add_argument("--minutes", type=float, help="no run begins or goes on after them")
+    parser.add_argument("--share", type=int, default=SHARE, help="runs on a GPU at a time")
     options = parser.parse_args()
-    out, gpus = options.out.resolve(), torch.cuda.device_count()
-    rollouts = folder_of("1 GPU", out / "sampled") / "rollouts.jsonl"
-    if not (rollouts.parent / "peak.0").exists():
-        launch("1 GPU", out / "sampled", None)
-    wanted = {n for name in LAYOUTS if re.search(options.only, name) for n in (name, LAYOUTS[name][3])}
-    done = []
-    for size in (size for size in (1, 2, 4) if size <= gpus):
-        names = [name for name in LAYOUTS if name in wanted and LAYOUTS[name][0] == size]
-        side_by_side([partial(launch, name, out, rollouts) for name in names], gpus, size, SHARE)
-        done += names
-        write(out, [name for name in LAYOUTS if name in done])
+    out, machine, deadline = options.out.resolve(), Machine.here(), Deadline(options.minutes)
+    out.mkdir(parents=True, exist_ok=True)
+    rollouts = sample(out, deadline)
+    wanted = {n for name in LAYOUTS if re.search(options.only, name) for n in (name, LAYOUTS[name].reference)}
+    for size in (size for size in SIZES if size <= machine.gpus):
+        names = [n for n in LAYOUTS if n in wanted and LAYOUTS[n].processes == size]
+        names = [name for name in names if not cannot_run(LAYOUTS[name], machine.gpus)]
+        jobs = [partial(launch, name, out, rollouts, deadline) for name in names]
+        side_by_side(jobs, machine.gpus, size, options.share)
+        write(out, [name for name in LAYOUTS if name in wanted], machine)  # also when a later size is interrupted
+    print((out / "layouts.md").read_text(), flush=True)
 
 
 if __name__ == "__main__":

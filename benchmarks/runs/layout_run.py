@@ -1,13 +1,15 @@
 """examples/train_grpo.py from weights that are the same under every layout; benchmarks/runs/gpu_layouts.py launches it.
 
 A parameter's values follow from its global name alone, so that runs on other numbers of GPUs start from the same model.
-At the end every rank's peak memory is written to the run's folder.
+At the end every rank's peak memory is written to the run's folder. With DYNAMIC_CP in the environment, and
+--docs-per-step, every micro-batch has its own context-parallel ranks.
 """
 
 import hashlib
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,8 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import train_grpo
 from cpu.hybrid_layers import HybridModel
+from loop.rollout_documents import groups_of, skip_documents
 from megatron.core import parallel_state as mpu
 from megatron.training import get_args
+
+from megatron_pg import Documents, read_rollouts
 
 
 def global_name(model, name: str) -> str:
@@ -65,6 +70,15 @@ class SameEverywhere(train_grpo.Example):
         return model
 
 
+class SharedDocuments(SameEverywhere):
+    """The same, with all documents on every rank, as `dynamic_cp` needs them."""
+
+    def recorded_documents(self, args) -> Documents:
+        """The rollouts of the file, in its order."""
+        groups = groups_of(read_rollouts(args.rollouts), "rollout_id")
+        return Documents(begin=lambda position: skip_documents(groups, position))
+
+
 def write_peak(folder: Path) -> None:
     """This rank's peak memory, in bytes."""
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
@@ -73,5 +87,7 @@ def write_peak(folder: Path) -> None:
 
 if __name__ == "__main__":
     train_grpo.Example = SameEverywhere
+    if "DYNAMIC_CP" in os.environ:
+        train_grpo.Example, train_grpo.pretrain = SharedDocuments, partial(train_grpo.pretrain, dynamic_cp=True)
     train_grpo.main()
     write_peak(Path(sys.argv[sys.argv.index("--run-dir") + 1]))

@@ -7,9 +7,12 @@ The example with a GPT of 1.5 billion parameters (28 layers of 1536, a vocabular
 tokens, half of them response; and the same model on the same rows with Megatron's own cross-entropy. A step is 131,072
 tokens. `--model experts` is a mixture of 64 experts of 2.2 billion parameters with one depth of multi-token prediction
 and rows of 2048. Its weights follow from their names, so that losses and gradient norms of the layouts can be compared.
+
+A run that --out holds is not repeated, so a second call continues after --minutes are over.
 """
 
 import argparse
+import importlib.util
 import json
 import re
 import shlex
@@ -17,10 +20,13 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from gpu_layouts import ENGINE, ROOT, folder_of, run
+from gpu_layouts import ROOT, folder_of, is_complete, run_in_time
+from layouts import ENGINE
+from records import FAILED, NOT_RUN, OUT_OF_TIME, Deadline, Machine, error_in, not_run
 
 STEPS = 10
+SECONDS = 240  # of one run, at most
+LEAST = 60  # seconds that a new run should have
 COMMON = shlex.split(
     f"--rollouts random --warm-up-iters 0 --train-iters {STEPS} --log-interval 1 --lr-warmup-iters 0 "
     "--exact-match-interval 1000 --micro-batch-size 2 --prompts-per-rollout 4 --task digit_sort --group-size 8 "
@@ -43,6 +49,8 @@ EXPERT_LAYOUTS = {  # name: GPUs, environment, flags
     "1 GPU, micro-batches of one row": (1, {}, ("--micro-batch-size", "1")),  # how much is noise
     "EP2": (2, {"EP": "2"}, ()),
     "EP2, overlapped": (2, {"EP": "2", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}, ("--overlap-moe-expert-parallel-comm",)),
+    "EP4": (4, {"EP": "4"}, ()),
+    "EP8, micro-batches of one row": (8, {"EP": "8"}, ("--micro-batch-size", "1")),  # a step has 8 rows
 }
 LAYOUTS = {  # name: GPUs, environment
     "1 GPU": (1, {}),
@@ -54,6 +62,10 @@ LAYOUTS = {  # name: GPUs, environment
     "TP4 + SP": (4, {"TP": "4", "SP": "1"}),
     "CP2 × DP2": (4, {"CP": "2"}),
     "PP2 × DP2": (4, {"PP": "2"}),
+    "DP8": (8, {}),
+    "TP4 + SP × DP2": (8, {"TP": "4", "SP": "1"}),
+    "CP2 × DP4": (8, {"CP": "2"}),
+    "PP2 × DP4": (8, {"PP": "2"}),
 }
 LOCAL = shlex.split("--no-rope-fusion --recompute-granularity selective --recompute-modules core_attn")
 BASELINE = ", Megatron's cross-entropy"
@@ -81,10 +93,8 @@ class Result(NamedTuple):
     norms: list[float]
 
 
-def read(folder: Path, gpus: int) -> Result | None:
-    """What a run has left; None if it failed."""
-    if not (folder / "peak.0").exists():
-        return None
+def read(folder: Path, gpus: int) -> Result:
+    """What a complete run has left."""
     text = "".join(p.read_text() for p in (folder / "megatron.log", folder / "output.txt") if p.exists())
     times = [float(t) for t in re.findall(r"elapsed time per iteration \(ms\): ([0-9.]+)", text)]
     peak = max(int(path.read_text()) for path in folder.glob("peak.*"))
@@ -94,7 +104,27 @@ def read(folder: Path, gpus: int) -> Result | None:
     return Result(gpus, statistics.median(times[3:]), peak / 2**30, losses, norms)
 
 
-def table(results: dict[str, Result | None], tokens: int) -> str:
+def result_of(folder: Path, processes: int, flags: list[str], gpus: int) -> Result | dict[str, str]:
+    """The figures of a run, its error, or why it did not run."""
+    if is_complete(folder, processes):
+        return read(folder, processes)
+    if reason := cannot_run(processes, flags, gpus):
+        return {NOT_RUN: reason}
+    if (folder / "output.txt").exists():
+        return {FAILED: error_in(folder / "output.txt")}
+    return {NOT_RUN: OUT_OF_TIME}
+
+
+def cannot_run(processes: int, flags: list[str], gpus: int) -> str | None:
+    """Why the machine cannot run a layout."""
+    if processes > gpus:
+        return f"needs {processes} GPUs"
+    if ENGINE[1] in flags and importlib.util.find_spec("transformer_engine") is None:
+        return "needs Transformer Engine, or give --local-attention"
+    return None
+
+
+def table(results: dict[str, Result | dict[str, str]], tokens: int) -> str:
     """Markdown: speed relative to the same layout with Megatron's own loss; loss and gradient norm against our first
     run."""
     lines = [
@@ -104,19 +134,21 @@ def table(results: dict[str, Result | None], tokens: int) -> str:
         ),
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    first = next((result for result in results.values() if result and result.losses), None)
+    measured = {name: result for name, result in results.items() if isinstance(result, Result)}
+    reasons = {name: result[NOT_RUN] for name, result in results.items() if NOT_RUN in result}
+    first = next((result for result in measured.values() if result.losses), None)
     for name, result in results.items():
-        if result is None:
-            lines.append(f"| {name} | failed | | | | | | |")
+        if name not in measured:
+            lines += [] if name in reasons else [f"| {name} | failed: {result[FAILED]} | | | | | | |"]
             continue
-        baseline = results.get(re.split(r", (?=--|Meg|over)", name)[0] + BASELINE)
+        baseline = measured.get(re.split(r", (?=--|Meg|over)", name)[0] + BASELINE)
         share = f"{baseline.milliseconds / result.milliseconds:.3f}" if baseline else ""
         speed = tokens / (result.milliseconds / 1e3)
         lines.append(
             f"| {name} | {result.milliseconds:.0f} | {speed:,.0f} | {speed / result.gpus:,.0f} | {result.gib:.1f} | "
             f"{share} | {differences(result, first)} |"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *not_run(reasons)])
 
 
 def differences(result: Result, first: Result | None) -> str:
@@ -140,25 +172,44 @@ def main() -> None:
         help="without Transformer Engine: Megatron's local layers, scores computed twice",
     )
     parser.add_argument("--model", choices=MODELS, default="dense")
+    parser.add_argument("--gpus", type=int, help="only the layouts of that many GPUs")
+    parser.add_argument("--minutes", type=float, help="no run begins or goes on after them")
     options = parser.parse_args()
-    layers, out, results = LOCAL if options.local_attention else ENGINE, options.out.resolve(), {}
-    length, rows, own = MODELS[options.model]
-    shape = [*shlex.split(own), "--seq-length", str(length), "--max-position-embeddings", str(length)]
-    shape += ["--global-batch-size", str(rows)]
-    named = {"SAME_WEIGHTS": "1"} if options.model == "experts" else {}
-    heading = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    for name, (processes, environment, flags) in runs(
-        options.model
-    ).items():  # in turn: they would share the host's processors
-        if processes > torch.cuda.device_count() or not re.search(options.only, name):
-            continue
-        folder = folder_of(name, out)
-        given = [*COMMON, *shape, *layers, *flags]
-        run(folder, "throughput_run.py", given, environment | named | {"PROCESSES": str(processes)})
-        results[name] = read(folder, processes)
-        (out / "throughput.md").write_text(f"{heading}\n\n{table(results, length * rows)}\n")
-        print(name, results[name], flush=True)
-    print(table(results, length * rows))
+    wanted = chosen(options.model, options.only, options.gpus)
+    if not wanted:
+        parser.error(f"no layout of --model {options.model} is selected by --only {options.only!r} and --gpus.")
+    machine, deadline, out, results = Machine.here(), Deadline(options.minutes), options.out.resolve(), {}
+    out.mkdir(parents=True, exist_ok=True)
+    for name, (processes, environment, flags) in wanted.items():
+        given = [*flags_of(options.model, local=options.local_attention), *flags]
+        folder, environment = folder_of(name, out), environment | {"PROCESSES": str(processes)}
+        if not (is_complete(folder, processes) or cannot_run(processes, given, machine.gpus)):
+            # One at a time: runs would share the host's processors.
+            run_in_time(deadline, LEAST, SECONDS, folder, "throughput_run.py", given, environment)
+        results[name] = result_of(folder, processes, given, machine.gpus)
+        length, rows, _ = MODELS[options.model]
+        text = f"{machine.heading}, {options.model}\n\n{table(results, length * rows)}\n"
+        (out / "throughput.md").write_text(text)
+        written = {n: r._asdict() if isinstance(r, Result) else r for n, r in results.items()}
+        (out / "throughput.json").write_text(json.dumps(machine._asdict() | {"rows": written}, indent=1))
+    print(text)
+
+
+def chosen(model: str, only: str, gpus: int | None) -> dict[str, tuple[int, dict[str, str], tuple[str, ...]]]:
+    """The runs of a model whose name holds the expression, of any number of GPUs or of one."""
+    same_weights = {"SAME_WEIGHTS": "1"} if model == "experts" else {}
+    return {
+        name: (processes, environment | same_weights, flags)
+        for name, (processes, environment, flags) in runs(model).items()
+        if re.search(only, name) and gpus in (None, processes)
+    }
+
+
+def flags_of(model: str, *, local: bool) -> list[str]:
+    """The flags of every run of a model, with Megatron's local layers or Transformer Engine's."""
+    length, rows, own = MODELS[model]
+    shape = f"{own} --seq-length {length} --max-position-embeddings {length} --global-batch-size {rows}"
+    return [*COMMON, *shlex.split(shape), *(LOCAL if local else ENGINE)]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""docs/megatron.md: the factor at each arrow between S and the gradient, under both contracts.
+"""docs/design.md: the factor at each arrow between S and the gradient, under both contracts.
 
 PYTHONPATH=papers python docs/pictures/dataflow.py
 """

@@ -1,4 +1,4 @@
-"""docs/context_parallel.md: who holds which tokens of a sample under context parallelism.
+"""docs/parallelism.md: who holds which tokens of a sample under context parallelism.
 
 PYTHONPATH=papers python docs/pictures/zigzag.py
 """

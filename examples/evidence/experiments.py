@@ -238,7 +238,7 @@ COLUMNS = {  # metric: its name in a table, its style
     "exact_match": ("held-out programs right", "{:.3f}"),
     "reward": ("reward", "{:.3f}"),
     "length_of_right": ("tokens of a right answer", "{:.1f}"),
-    "length_of_wrong": ("of a wrong one", "{:.1f}"),
+    "length_of_wrong": ("tokens of a wrong answer", "{:.1f}"),
     "mean_abs_log_ratio": ("mean absolute log-ratio", "{:.1e}"),
     "clipped_ratio_fraction": ("clipped", "{:.4f}"),
     "grad_norm": ("gradient's norm", "{:.3f}"),
@@ -352,8 +352,11 @@ def draw(curves: Curves, experiment: str, path: Path) -> None:
         axis.grid(alpha=0.3)
     for axis in axes[1]:
         axis.set_xlabel("optimizer steps after the warm start")
-    axes.flat[0].legend(fontsize=8)
-    figure.tight_layout()
+    seeds = max(map(len, curves.values()))
+    figure.suptitle(f"{experiment}: mean of {seeds} seeds, bands from the least to the largest", fontsize=11)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, ncols=4, loc="lower center", frameon=False)
+    figure.tight_layout(rect=(0, 0.03 + 0.03 * (len(labels) > 4), 1, 1))
     figure.savefig(path, dpi=85)
     plt.close(figure)
 

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_pg import RolloutWriter, read_rollouts
+from megatron_pg import RolloutWriter, Sample, read_rollouts
 from megatron_pg.metrics.file import MetricsFile, free_name
 
 
@@ -103,6 +103,16 @@ _SHOWN = {
     "clipped_ratio_fraction": ".3f",
     "grad_norm": ".3g",
 }
+
+
+def recorded_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Means over the rollouts of a recorded step, without samples that have no reward, such as demonstrations."""
+    sampled = [sample for sample in samples if sample.reward is not None]
+    rewards = {sample.rollout_id: sample.reward for sample in sampled}
+    if not rewards:
+        return {}
+    lengths = sum(sample.response_length for sample in sampled)
+    return {"reward": sum(rewards.values()) / len(rewards), "response_length": lengths / len(rewards)}
 
 
 def say(text: str) -> None:

@@ -49,7 +49,8 @@ def micro_batches():
     rows = args.micro_batch_size
     while True:
         for start in range(0, len(mine), rows):
-            yield pack(mine[start : start + rows], qkv_format="bshd", max_seq_len=args.seq_length, rows=rows)
+            part = mine[start : start + rows]
+            yield pack(part, qkv_format="bshd", max_seq_len=args.seq_length, rows=rows)
 
 
 def datasets_provider(num_samples, vp_stage=None):

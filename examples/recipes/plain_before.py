@@ -52,7 +52,8 @@ def micro_batches():
     rows = args.micro_batch_size
     while True:
         for start in range(0, len(mine), rows):
-            tokens = [torch.tensor(document["tokens"]) for document in mine[start : start + rows]]
+            part = mine[start : start + rows]
+            tokens = [torch.tensor(document["tokens"]) for document in part]
             yield pad_sequence(tokens, batch_first=True, padding_value=END)
 
 

@@ -184,8 +184,8 @@ def pack_row(samples: Sequence[Sample], padded_lengths: Sequence[int]) -> Packed
     lengths = [len(sample.tokens) for sample in samples]
     if len(lengths) > len(padded_lengths) or any(n > w for n, w in zip(lengths, padded_lengths, strict=False)):
         raise ValueError(
-            f"padded_lengths={list(padded_lengths)} for samples of {lengths} tokens, so one would be cut off. Give "
-            "each sample its length in the row, padding included."
+            f"padded_lengths={list(padded_lengths)} for samples of {lengths} tokens. Give each sample its length in "
+            "the row, padding included."
         )
     starts = [0, *itertools.accumulate(padded_lengths)]
     return _lay_out("thd", samples, (1, starts[-1]), starts, tuple(padded_lengths))
@@ -197,9 +197,8 @@ def _pack_thd(samples: Sequence[Sample], cp_size: int, width: int | None, multip
     needed = -(-max(sum(lengths), 1) // unit) * unit
     if width is not None and (width < needed or width % unit):
         raise ValueError(
-            f"max_seq_len={width} for a packed row of {needed} tokens (a multiple of {unit}), so documents would be "
-            "cut off or the ranks' chunks would not tile the row. Put fewer samples into the micro-batch, or raise "
-            "the width."
+            f"max_seq_len={width} for a packed row of {needed} tokens (a multiple of {unit}). Put fewer samples into "
+            "the micro-batch, or raise the width."
         )
     filling = (needed if width is None else width) - sum(lengths)
     # the last sample takes the filling: a separate segment of padding would be a phantom document
@@ -216,13 +215,13 @@ def _pack_bshd(samples: Sequence[Sample], cp_size: int, width: int | None, rows:
         )
     if width < longest:
         raise ValueError(
-            f"max_seq_len={width} with a sample of {longest} tokens, so it would be cut off. Raise the row width "
-            "(--seq-length) or drop the sample."
+            f"max_seq_len={width} with a sample of {longest} tokens. Raise the row width (--seq-length) or drop the "
+            "sample."
         )
     if cp_size > 1 and width % (2 * cp_size):
         raise ValueError(
-            f"max_seq_len={width} is not a multiple of {2 * cp_size} (2 * context-parallel size {cp_size}), so the "
-            f"ranks' chunks would not tile the row. Use {padded_length(width, cp_size)}."
+            f"max_seq_len={width} is not a multiple of {2 * cp_size} (2 * context-parallel size {cp_size}). Use "
+            f"{padded_length(width, cp_size)}."
         )
     if not rows >= 1 or rows < len(samples):
         raise ValueError(

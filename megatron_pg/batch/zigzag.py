@@ -44,8 +44,7 @@ def zigzag_index(padded_lengths: Sequence[int], *, cp_rank: int, cp_size: int) -
         if length % (2 * cp_size):
             raise ValueError(
                 f"padded_lengths[{i}]={length} is not a multiple of {2 * cp_size} (2 * context-parallel size "
-                f"{cp_size}), so the ranks' chunks would not tile the sample. Pad it to "
-                f"{padded_length(length, cp_size)} before slicing."
+                f"{cp_size}). Pad it to {padded_length(length, cp_size)} before slicing."
             )
         chunk = length // (2 * cp_size)
         for k in (cp_rank, 2 * cp_size - 1 - cp_rank):

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 SUBCOMMANDS = {
-    "explain": "the objective that flags or the command line of a job put in force, as a formula with numbers",
-    "validate": "the startup checks of flags or the command line of a job, without starting; exit code 2 if one fails",
-    "compare": "a rollout file under every aggregation: loss, gradient mass by length and prompt, effective tokens",
-    "mismatch": "why the trainer's log-probabilities are not the rollout engine's, from rollout files",
-    "plot": "curves of the metrics.jsonl of one or several runs",
-    "report": "a page of one or several runs for a browser: objective in force, red flags, curves",
-    "convert": "dumps of slime, miles, NeMo-RL, verl and JSON Lines as rollout files",
-    "doctor": "what is installed, which contract and kernels apply, what would fail and why",
+    "explain": "show the loss that flags or the command line of a job describe, as formulas with numbers",
+    "validate": "run the startup checks on flags or the command line of a job; exit code 2 if one fails",
+    "compare": "compare the aggregations on a rollout file: loss, gradient mass by length and prompt, effective tokens",
+    "mismatch": "find out why the trainer's log-probabilities differ from the rollout engine's, from rollout files",
+    "plot": "draw curves of the metrics.jsonl of one or several runs",
+    "report": "write an HTML page of one or several runs: effective objective, red flags, curves",
+    "convert": "convert dumps of slime, miles, NeMo-RL, verl and JSON Lines into rollout files",
+    "doctor": "check what is installed, which kernels a job will use, and what would fail",
 }
 FOLDERS = {  # of the subcommands' modules, below megatron_pg/cli
     **dict.fromkeys(("compare", "mismatch", "convert"), "rollouts."),

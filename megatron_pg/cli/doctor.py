@@ -21,7 +21,7 @@ from megatron_pg.cli.terminal import progress, say, show_json
 from megatron_pg.declarations.single_pass import path_of
 from megatron_pg.rollouts.printable import printable
 
-TRIED = ("0.16", "0.17", "0.18", "0.19")  # docs/megatron.md
+TRIED = ("0.16", "0.17", "0.18", "0.19")  # docs/parallelism.md
 _TIMEOUT = 180  # seconds for one probe
 
 
@@ -155,16 +155,16 @@ def _core(probe: Probe) -> list[Finding]:
     return [core] if version is None else [core, *(_contract(probe, *row) for row in CONTRACTS)]
 
 
-CONTRACTS = (  # docs/megatron.md: a schedule's results for a loss of 1 and a count of 3
+CONTRACTS = (  # docs/design.md: a schedule's results for a loss of 1 and a count of 3
     ("off", "per_microbatch", [0.5, 0.0], "(K·D·S, report): the schedule multiplies by C and divides by K"),
     ("on", "per_token", [1.0, 3.0], "(Q·S, n, report): the schedule does not scale, finalize divides by Σ n"),
 )
 
 
 def _contract(probe: Probe, flag: str, key: str, expected: list[float], text: str) -> Finding:
-    """Compare the schedule of this release with docs/megatron.md."""
+    """Compare the schedule of this release with docs/design.md."""
     results = probe.facts.get(key)
-    fix = "gradients would have the wrong scale: use a release of docs/megatron.md"
+    fix = "gradients would have the wrong scale: use a release of docs/parallelism.md"
     return _first(
         f"contract, flag {flag}",
         (results is None, "note", f"not checked: {probe.facts.get('contract_error') or probe.error}"),
@@ -181,7 +181,7 @@ def _training(probe: Probe) -> Finding:
         ("pretrain_hook" not in facts, "note", error, fix),
         (facts.get("pretrain_hook"), "ok", "flags enter by pretrain(extra_args_provider=)"),
         (facts.get("parse_hook"), "ok", "flags enter by parse_and_validate_args(extra_args_provider=)"),
-        (True, "fail", "has no known way to take our flags", "use a release of docs/megatron.md"),
+        (True, "fail", "has no known way to take our flags", "use a release of docs/parallelism.md"),
     )
 
 

@@ -124,7 +124,7 @@ def layout_of(launch: Launch) -> Layout:
         if rest:
             raise InputError(
                 f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} times {data} "
-                "data-parallel ranks, so Megatron would not start. Correct one of them."
+                "data-parallel ranks. Correct one of them."
             )
     return Layout(world, data, context, batch, micro, microbatches)
 

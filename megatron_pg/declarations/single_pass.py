@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-_TRIED_CAPABILITY, _TRIED_TRITONS = 9, ((3, 6), (3, 8))  # of the figures in docs/kernels.md
+_TRIED_CAPABILITY, _TRIED_TRITONS = 9, ((3, 6), (3, 8))  # of the figures in docs/benchmarks.md
 _LEAST_CAPABILITY = 8  # asynchronous copies
 
 

@@ -51,11 +51,11 @@ def reconcile(args: argparse.Namespace) -> list[str]:
     per_token = vars(args).get("calculate_per_token_loss", False)
     if args.loss_aggregation is None:
         args.loss_aggregation = STEP_MEANS[per_token]
-        given = f"--calculate-per-token-loss: --loss-aggregation is {STEP_MEANS[True]}, not {DEFAULT}"
+        given = f"R2 --calculate-per-token-loss: --loss-aggregation is {STEP_MEANS[True]}, not {DEFAULT}"
         return [given] if per_token else []
     if AGGREGATIONS[args.loss_aggregation].is_per_token and not per_token:
         args.calculate_per_token_loss = True
-        return [f"{args.loss_aggregation}: --calculate-per-token-loss switched on"]
+        return [f"R1 {args.loss_aggregation}: --calculate-per-token-loss switched on"]
     return []
 
 
@@ -140,12 +140,13 @@ def aggregation_warnings(facts: Facts) -> list[str]:
     messages = []
     if facts.is_mode_given:
         messages.append(
-            f"--custom-pg-loss-reducer-function-path takes precedence: --loss-aggregation {facts.mode} does not shape "
-            "pg_loss"
+            f"W1 --custom-pg-loss-reducer-function-path takes precedence: --loss-aggregation {facts.mode} does not "
+            "shape pg_loss"
         )
     unit = "1/T" if facts.is_per_token else "1/N_r"
     file, digest = source_of(load_function(facts.reducer_path, REDUCER_PARAMETERS))
-    return [*messages, f"pg_loss = ({unit})·Σ reducer(ℓ), reducer {facts.reducer_path} ({file}, sha256 {digest[:12]})"]
+    source = f"reducer {facts.reducer_path} ({file}, sha256 {digest[:12]})"
+    return [*messages, f"W2 pg_loss = ({unit})·Σ reducer(ℓ), {source}"]
 
 
 def objective_source_warnings(facts: Facts) -> list[str]:
@@ -154,4 +155,4 @@ def objective_source_warnings(facts: Facts) -> list[str]:
         return []
     path = str(facts.custom_objective.name)
     file, digest = source_of(load_function(path, OBJECTIVE_PARAMETERS))
-    return [f"ℓ is the objective {path} ({file}, sha256 {digest[:12]})"]
+    return [f"W9 ℓ is the objective {path} ({file}, sha256 {digest[:12]})"]

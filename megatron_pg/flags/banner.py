@@ -3,6 +3,7 @@
 import argparse
 import shlex
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
 from megatron_pg.declarations.choices import DENOMINATORS
@@ -34,8 +35,16 @@ def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
         ("layout", _layout(args)),
         *_head_rows(facts),
         ("kernel", f"{args.pg_kernel or 'triton on CUDA, torch elsewhere'}  (--pg-kernel)"),
-        ("metrics", f"{args.pg_metrics}, means over documents for every aggregation  (--pg-metrics)"),
+        ("metrics", f"{args.pg_metrics}, means per sample for every aggregation  (--pg-metrics)"),
+        ("versions", ", ".join(f"{name} {_version(name)}" for name in ("megatron-pg", "megatron-core", "torch"))),
     ]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
 
 
 def in_force(args: argparse.Namespace, impl: str) -> argparse.Namespace:

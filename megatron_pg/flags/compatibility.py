@@ -78,8 +78,8 @@ REFUSED: tuple[tuple[str, Callable[[Facts], bool], str], ...] = (
     (
         "use_torch_fsdp2",
         lambda facts: bool(facts.megatron("num_experts")) and _is_per_token(facts),
-        "E19 {flag} averages gradients without dividing by the number of positions, so under token_mean the router's "
-        "losses would be too large; use --use-megatron-fsdp, or another aggregation",
+        "E19 {flag} averages gradients without dividing by the number of positions; use --use-megatron-fsdp, or "
+        "another aggregation",
     ),
     (
         "use_megatron_fsdp",
@@ -178,17 +178,17 @@ def compatibility_warnings(facts: Facts) -> list[str]:
     messages = []
     if facts.megatron("eval_iters") is not None and facts.megatron("eval_interval") is None:
         messages.append(
-            "--eval-iters without --eval-interval: Megatron's pretrain() divides by the interval when it builds the "
-            "data, and raises a TypeError; give an interval, also with --eval-iters 0"
+            "W11 --eval-iters without --eval-interval: Megatron's pretrain() divides by the interval when it builds "
+            "the data, and raises a TypeError; give an interval, also with --eval-iters 0"
         )
     if facts.is_per_token and facts.megatron("fp16", False) and facts.megatron("num_experts"):
         messages.append(
-            "--fp16: with --num-experts gradients are sums over all positions of the step until finalize; the loss "
+            "W4 --fp16: with --num-experts gradients are sums over all positions of the step until finalize; the loss "
             "scale must absorb it"
         )
     if "global_aux_loss" in _balancing_losses(facts) and facts.megatron("data_parallel_size") != 1:
         messages.append(
-            "--moe-router-load-balancing-type global_aux_loss: Megatron divides its gradient by the number of "
+            "W5 --moe-router-load-balancing-type global_aux_loss: Megatron divides its gradient by the number of "
             "data-parallel ranks, and it depends on the order of the micro-batches; multiply --moe-aux-loss-coeff by "
             "that number, or use aux_loss"
         )

@@ -126,8 +126,8 @@ def head_warnings(facts: Facts) -> list[str]:
         "--fp32-lm-head-backward": facts.args.fp32_lm_head_backward is not None,
     }
     return [
-        f"{flag} has no effect here: without --bf16 and --fp16, hidden states, weights, logits and their gradients are "
-        "float32"
+        f"W10 {flag} has no effect here: without --bf16 and --fp16, hidden states, weights, logits and their gradients "
+        "are float32"
         for flag, is_given in given.items()
         if is_given
     ]

@@ -161,7 +161,7 @@ def _correction_rules(facts: Facts) -> Violations:
     if declared.bounds and are_numbers(low) and low < 0:
         yield f"E42 {selected},low={low:g} bounds {declared.bounds}, which is never negative; use 0"
     if declared.bounds and are_numbers(high) and low != high and high <= 0:
-        yield f"E42 {selected},high={high:g} bounds {declared.bounds}, so every weight would be 0; give a bound > 0"
+        yield f"E42 {selected},high={high:g} bounds {declared.bounds}; give a bound > 0"
 
 
 def _auxiliary_rules(args: argparse.Namespace) -> Violations:
@@ -225,16 +225,16 @@ def objective_warnings(facts: Facts) -> list[str]:
         published = declared.published_with
         if published is not None and facts.mode != published:
             messages.append(
-                f"{name} is published with equal sequence weights ({published}); {facts.mode} has other weights"
+                f"W3 {name} is published with equal sequence weights ({published}); {facts.mode} has other weights"
             )
         if advice := declared.advice(facts.objective_numbers):
-            messages.append(f"{name} {advice}")
+            messages.append(f"W8 {name} {advice}")
     selection = facts.correction.selection if facts.correction else None
     if declared and selection and selection.published_with not in (None, name):
         messages.append(
-            f"{facts.selected_correction} is published with --pg-objective {selection.published_with}, which "
+            f"W12 {facts.selected_correction} is published with --pg-objective {selection.published_with}, which "
             f"clips no token; with {name} the loss differs from the paper"
         )
     if args.pg_kl_coef and (flaw := KL_ESTIMATORS[args.pg_kl_estimator].flaw):
-        messages.append(f"--pg-kl-estimator {args.pg_kl_estimator}: {flaw}")
+        messages.append(f"W7 --pg-kl-estimator {args.pg_kl_estimator}: {flaw}")
     return messages

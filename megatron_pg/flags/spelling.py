@@ -19,7 +19,17 @@ NAMES: dict[str, tuple[str, ...]] = {
     "--pg-temperature": ("temp", "tau", "rollout-temperature", "sampling-temperature"),
     "--pg-correction": (
         *("tis", "use-tis", "icepop", "mis", "opsm", "rollout-is", "importance-sampling", "clip-cov", "kl-cov"),
-        *("m2po", "tis-clip", "tis-clip-low", "tis-cap", "tis-high", "icepop-low", "icepop-high", "mis-low", "mis-high"),
+        *(
+            "m2po",
+            "tis-clip",
+            "tis-clip-low",
+            "tis-cap",
+            "tis-high",
+            "icepop-low",
+            "icepop-high",
+            "mis-low",
+            "mis-high",
+        ),
         *("rollout-is-threshold", "m2-threshold", "clip-cov-ratio", "kl-cov-ratio", "top-entropy-quantile"),
         *("ppo-kl-coef", "kl-cov-coef"),
     ),

@@ -218,7 +218,7 @@ def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> Iter
     if "sampling_mask" not in carried and reads_masks:
         yield (
             "--pg-sampling-mask-missing and --pg-sampling-mask-entropy are of samples with a sampling mask, which the "
-            "host's batches do not have, so they would have no effect; remove them"
+            "host's batches do not have; remove them"
         )
     if args.pg_dry_run:
         yield (

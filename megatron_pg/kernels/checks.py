@@ -14,7 +14,7 @@ from megatron_pg.kernels.vocabulary import Vocabulary
 def check_impl(impl: str) -> None:
     """Raise ValueError for an unknown `impl`."""
     if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLEMENTATIONS)}, so nothing would be computed.")
+        raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLEMENTATIONS)}.")
 
 
 def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> None:
@@ -43,8 +43,7 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
         is_table = name in ("teacher_topk.ids", "teacher_topk.logprobs")
         if found.shape[:1] != size or found.dim() != 1 + is_table:
             raise ValueError(
-                f"{name} has shape {tuple(found.shape)} for {tuple(size)} targets, so tokens would not align. Give one "
-                "value per token."
+                f"{name} has shape {tuple(found.shape)} for {tuple(size)} targets. Give one value per token."
             )
         if found.device != values.device:
             raise ValueError(f"{name} is on {found.device} and the logits on {values.device}. Move it there.")
@@ -56,7 +55,7 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
             raise ValueError(f"{name} has dtype {found.dtype}, which kernels would misread. Use {name}.int().")
     for name, value in (("grad_divisor", terms.grad_divisor), ("grad_scale", grad_scale)):
         if not value > 0:
-            raise ValueError(f"{name}={value} is not > 0, so the gradient would vanish or change sign. Use 1.")
+            raise ValueError(f"{name}={value} is not > 0. Use 1.")
 
 
 def check_labels(targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> None:
@@ -79,7 +78,7 @@ def _check_mixture(term: LossTerm) -> None:
     if not (found is not None and 0 < found < 1 if has_one else found is None):
         raise ValueError(
             f"mixture={found} of a loss term {term.kind} cannot be: some divergences have a share between 0 and 1 and "
-            "the others none, so another one would be trained. Use LossTerm.resolved, which knows the default."
+            "the others none. Use LossTerm.resolved, which knows the default."
         )
 
 

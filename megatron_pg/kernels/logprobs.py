@@ -101,5 +101,5 @@ def check_logits(logits: Tensor, targets: Tensor) -> None:
     if targets.shape != logits.shape[:1] or targets.dtype != torch.int64:
         raise ValueError(
             f"targets have shape {tuple(targets.shape)} and dtype {targets.dtype}, the logits need "
-            f"{tuple(logits.shape[:1])} int64, so tokens and logits would not align. Give one token id per row."
+            f"{tuple(logits.shape[:1])} int64. Give one token id per row."
         )

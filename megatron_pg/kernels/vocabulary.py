@@ -42,8 +42,8 @@ class Vocabulary:
         whole = columns * (1 if tp_group is None else tp_group.size())
         if vocab_size is not None and not 0 < vocab_size <= whole:
             raise ValueError(
-                f"vocab_size={vocab_size} is not in 1 .. {whole}, the columns of all tensor-parallel ranks, so real "
-                "tokens would be taken for padding. Give the tokenizer's size."
+                f"vocab_size={vocab_size} is not in 1 .. {whole}, the columns of all tensor-parallel ranks. Give the "
+                "tokenizer's size."
             )
         return cls(columns, whole if vocab_size is None else vocab_size, temperature, tp_group)
 

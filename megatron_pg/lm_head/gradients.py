@@ -59,8 +59,7 @@ class HeadGradients:
             torch._assert_async(
                 (factor - 1).abs() < UPSTREAM_TOLERANCE,
                 "the loss of the fused head was given another upstream gradient than its grad_scale, for which the "
-                "weight gradient is already in main_grad, so the step would be wrong. Pass that scale, or use "
-                "recompute",
+                "weight gradient is already in main_grad. Pass that scale, or use recompute",
             )
             factor = None
         if factor is not None and self._of_hidden is not None:

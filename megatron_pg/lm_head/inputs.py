@@ -41,7 +41,7 @@ class Head:
     def __post_init__(self):
         for name, value, choices in (("mode", self.mode, HEAD_MODES), ("backward", self.backward, HEAD_BACKWARDS)):
             if value not in choices:
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}, so nothing would be computed.")
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}.")
         check_impl(self.impl)
         if self.mode == "scaled_exp" and self.backward == "split":
             raise ValueError(
@@ -80,8 +80,7 @@ def check_for_scaled_exp(weight: Tensor, policy_loss: PolicyLoss, impl: str, *, 
     for what, is_read in reads.items():
         if is_read:
             raise ValueError(
-                f"mode='scaled_exp' keeps exponentials rounded to bfloat16, so {what} would have bfloat16 precision. "
-                "Use mode='forward'."
+                f"mode='scaled_exp' keeps exponentials rounded to bfloat16, too coarse for {what}. Use mode='forward'."
             )
     if weight.dtype == torch.float16:
         raise ValueError(
@@ -115,8 +114,7 @@ def check_targets(hidden: Tensor, targets: Tensor) -> None:
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
         raise ValueError(
             f"targets have shape {tuple(targets.shape)} and dtype {targets.dtype} for {len(hidden)} rows of hidden "
-            f"states, not [{len(hidden)}] int64, so tokens and rows would not align. Give one token id per row, of all "
-            "sequence-parallel ranks."
+            f"states, not [{len(hidden)}] int64. Give one token id per row, of all sequence-parallel ranks."
         )
 
 

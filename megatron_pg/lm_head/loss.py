@@ -106,7 +106,7 @@ def policy_gradient_head_loss(  # noqa: D417
     if head.mode != "recompute" and policy_loss.terms.reads_sequences:
         raise ValueError(
             f"mode={head.mode!r} makes each chunk's gradient before the next chunk is read, and this loss reads whole "
-            "sequences, so its gradient would be wrong. Use mode='recompute'."
+            "sequences. Use mode='recompute'."
         )
     if head.mode == "scaled_exp":
         check_for_scaled_exp(weight, policy_loss, head.impl, entropy=entropy)

@@ -172,6 +172,6 @@ def _call(arguments: dict[str, Any]) -> HeadCall:
     if tp_group is not None and not (sequence_parallel or arguments["allreduce_dgrad"]):
         raise ValueError(
             "the output layer leaves the sum of the hidden states' gradient to others (disable_grad_reduce), which the "
-            "float32 head makes itself, so it would count twice. Build the model without it."
+            "float32 head makes itself. Build the model without it."
         )
     return HeadCall(arguments["input"], arguments["weight"], tp_group, sequence_parallel)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 LOGITS_BYTES = 640 * 10**6  # of logits held at a time
-# of their gradient; with less, the traffic of the weight's float32 total shows (docs/kernels.md)
+# of their gradient; with less, the traffic of the weight's float32 total shows (docs/design.md)
 GRADIENT_BYTES = 1280 * 10**6
 ROWS = 128  # chunks are multiples of it, which is what tensor cores are fed
 

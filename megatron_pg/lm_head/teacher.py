@@ -36,8 +36,8 @@ def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor |
     known, form = policy_loss.fields.hidden, cast(Form, policy_loss.terms.whole_form)
     if teacher_weight is None:
         raise ValueError(
-            "teacher_weight is missing, so a loss term over a teacher's whole vocabulary would have no logits of it. "
-            "Give the rows of its head [V / tp, H_T]."
+            "teacher_weight is missing, and a loss term reads the teacher's whole vocabulary. Give the rows of its "
+            "head [V / tp, H_T]."
         )
     if len({(term.kind, term.mixture) for term in policy_loss.terms.further if term.reads_hidden}) > 1:
         raise ValueError(
@@ -46,8 +46,7 @@ def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor |
         )
     if known.states.dim() != 2:
         raise ValueError(
-            f"the teacher's hidden states have shape {tuple(known.states.shape)}, not [m, H_T], so no product with its "
-            "head could be made. Give one row per state."
+            f"the teacher's hidden states have shape {tuple(known.states.shape)}, not [m, H_T]. Give one row per state."
         )
     if not len(known.states):
         return None
@@ -55,8 +54,7 @@ def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor |
         raise ValueError(
             f"teacher_weight has shape {tuple(teacher_weight.shape)} and dtype {teacher_weight.dtype}, not "
             f"[{len(weight)}, {known.states.shape[1]}] {weight.dtype}: the columns of the student and the width of the "
-            "teacher's hidden states, so the distributions would not be over one vocabulary. Give its rows for the "
-            "student's columns, in its dtype."
+            "teacher's hidden states. Give its rows for the student's columns, in its dtype."
         )
     states = known.states.to(weight.device, non_blocking=True).to(weight.dtype)
     return Teacher(form=form, slots=known.slots, states=states, weight=teacher_weight)

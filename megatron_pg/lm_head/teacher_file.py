@@ -79,7 +79,7 @@ class TeacherHead:
         if not torch.isfinite(weight).all():
             raise ValueError(
                 f"head={self.path} of --pg-term holds a number among rows {held[0]} to {held[-1]} that is not finite "
-                f"in {dtype}, so the loss would not be. Repair the file, or train in bfloat16."
+                f"in {dtype}. Repair the file, or train in bfloat16."
             )
         return weight
 

@@ -52,8 +52,7 @@ class MetricsFile:
         except OSError as error:
             self.close()
             raise ValueError(
-                f"{shown} cannot be written ({error.strerror}), so the run would leave no metrics. Make room, or "
-                "choose another metrics_file."
+                f"{shown} cannot be written ({error.strerror}). Make room, or choose another metrics_file."
             ) from error
         except ValueError:
             self.close()
@@ -182,8 +181,7 @@ def _lines(path: Path) -> list[tuple[int, bytes]]:
             found.append((int(json.loads(line.decode("utf-8"))["iteration"]), line))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"{printable(str(path), limit=None)}:{number} is not a line of a metrics file, so writing there would "
-                "destroy or mix something else. Choose another path."
+                f"{printable(str(path), limit=None)}:{number} is not a line of a metrics file. Choose another path."
             ) from error
     return found
 

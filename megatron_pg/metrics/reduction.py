@@ -47,8 +47,7 @@ class Reduction:
     ):
         if taken := sorted(_NAMES.intersection(own)):
             raise ValueError(
-                f"the custom objective reports {taken[0]!r}, which is a metric of megatron_pg, so two curves would "
-                "share a name. Choose another."
+                f"the custom objective reports {taken[0]!r}, which is a metric of megatron_pg. Choose another."
             )
         of_terms = [m for term in terms if term.name not in SHORTHANDS for m in term_metrics(term)]
         declared = (*METRICS, *of_terms, *map(own_metric, own))

@@ -63,10 +63,7 @@ def added_values(returned: object, taken: Collection[str]) -> dict[str, float]:
                 f"on_step returned a value named {name!r:.80}, which no log can show. Give it a printable name."
             )
         if name in taken or name == "nonfinite" or any(metric.name == name for metric in METRICS):
-            raise CallbackError(
-                f"on_step returned {name!r:.80}, which is a metric of megatron_pg, so two values would share a name. "
-                "Choose another."
-            )
+            raise CallbackError(f"on_step returned {name!r:.80}, which is a metric of megatron_pg. Choose another.")
         values[name] = _real(name, value)
     if (size := len(json.dumps(values))) > ADDED_BYTES:
         raise CallbackError(

@@ -38,8 +38,8 @@ _TEXTS = {  # title → advice
     "temperature": "the temperatures differ → Set --pg-temperature to the engine's sampling temperature, and have the "
     "engine report log-probabilities after the temperature.",
     "routing": "some tokens are routed to other experts → If the model has experts, replay the engine's routing "
-    "(routed_experts, docs/megatron.md), or drop the tokens with a correction that rejects. In a dense model, compare "
-    "the kernels, and the samples in which the tokens crowd.",
+    "(routed_experts, docs/parallelism.md), or drop the tokens with a correction that rejects. In a dense model, "
+    "compare the kernels, and the samples in which the tokens crowd.",
     "dropout": "the trainer is in training mode (dropout) → Compute old_logprobs with the model in evaluation mode, or "
     "set --hidden-dropout 0 and --attention-dropout 0. If they are 0, compare the log-probabilities of a sample alone "
     "and in a packed batch.",

@@ -1,6 +1,6 @@
 """Objectives: the loss of one token. No average over tokens, no selection of tokens and no collective inside.
 
-A user's own has the same signature as ours, `fn(tokens, parameters) -> [T]`; docs/adding.md shows one.
+A user's own has the same signature as ours, `fn(tokens, parameters) -> [T]`; docs/extending.md shows one.
 """
 
 from megatron_pg.objectives.interface.objective import Objective, objective_of

@@ -432,8 +432,8 @@ class Draft:
         if again := sorted(units & self._units, key=repr):
             kind, unit = again[0]
             raise ValueError(
-                f"{kind} {unit!r} of document {group[0].sample_id} is already in another group of this step, so steps "
-                "could split it. Yield all its samples as one list."
+                f"{kind} {unit!r} of document {group[0].sample_id} is already in another group of this step. Yield all "
+                "its samples as one list."
             )
         self._units |= units
 

@@ -222,8 +222,8 @@ def _check_agreement(heads: Sequence[Head]) -> None:
     given = [head.has_sampling_mask for head in heads]
     if 1 in given and 0 in given:
         raise StepPlanError(
-            f"data-parallel rank {given.index(1)} has samples with a sampling mask and rank {given.index(0)} has none, "
-            "so their log-probabilities would be of different distributions. Give it to every rollout or to none."
+            f"data-parallel rank {given.index(1)} has samples with a sampling mask and rank {given.index(0)} has none. "
+            "Give it to every rollout or to none."
         )
     for rank, head in enumerate(heads):
         if head.num_microbatches != heads[0].num_microbatches:
@@ -303,7 +303,7 @@ def _check_undivided(divided: Mapping[str, Stray], kinds: Sequence[str], name_of
         if stray := divided.get(kind):
             raise StepPlanError(
                 f"{kind} {name_of(stray.sample, KINDS[kind])} has samples on data-parallel ranks {stray.ranks[0]} and "
-                f"{stray.ranks[1]}, so --docs-per-step could split it between steps. Give all its samples to one rank."
+                f"{stray.ranks[1]}. Give all its samples to one rank."
             )
 
 

@@ -302,9 +302,8 @@ def _has_sampling_mask(samples: Sequence[Sample], terms: Sequence[str]) -> int:
     known = [sample.sampling_mask is not None for sample in members]
     if any(known) and not all(known):
         raise ValueError(
-            f"sample {members[known.index(False)].sample_id} has no sampling mask while others of the step have one, "
-            "so its log-probabilities would be of another distribution than was sampled. Give it to every rollout or "
-            "to none; a token that was sampled from the whole vocabulary has an empty one."
+            f"sample {members[known.index(False)].sample_id} has no sampling mask while others of the step have one. "
+            "Give it to every rollout or to none; a token that was sampled from the whole vocabulary has an empty one."
         )
     return int(known[0]) if known else -1
 
@@ -346,14 +345,11 @@ def whole_counts(tokens_per_sample: Sequence[int] | Tensor) -> Tensor:
         )
     if (counts < 0).any():
         i = int((counts < 0).nonzero()[0])
-        raise ValueError(
-            f"tokens_per_sample[{i}]={int(counts[i])} is negative, so the totals would be wrong. Count from 0."
-        )
+        raise ValueError(f"tokens_per_sample[{i}]={int(counts[i])} is negative. Count from 0.")
     if (counts > _MOST_TOKENS).any():
         i = int((counts > _MOST_TOKENS).nonzero()[0])
         raise ValueError(
-            f"tokens_per_sample[{i}]={int(counts[i])} is more than {_MOST_TOKENS}, so the totals could overflow 64 "
-            "bits. Give the number of trained tokens."
+            f"tokens_per_sample[{i}]={int(counts[i])} is more than {_MOST_TOKENS}. Give the number of trained tokens."
         )
     return counts.to(torch.int64).cpu()
 

@@ -99,7 +99,7 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
                 k = int(bad.nonzero()[0])
                 raise ValueError(
                     f"{name} of sample {sample.sample_id} is {float(values[k])} at response token {k}, which {flag} "
-                    "reads, so the loss would not be finite. Take the token out of the mask, or repair the value."
+                    "reads. Take the token out of the mask, or repair the value."
                 )
             check_range(name, values[mask], sample.sample_id)
 
@@ -126,9 +126,9 @@ def check_terms(samples: Sequence[Sample], settings: LossSettings) -> None:
     for sample in samples:
         if unknown := sorted({sample.term, *sample.masks} - settings.terms_of_samples):
             raise ValueError(
-                f"sample {sample.sample_id} has tokens of the loss term {unknown[0]}, which no flag declares, so "
-                f"nothing would be learned from them. Add --pg-term {unknown[0]}:ce or another kind "
-                f"({unknown[0]}:ce,weight=0 leaves them out), or rename the term."
+                f"sample {sample.sample_id} has tokens of the loss term {unknown[0]}, which no flag declares. Add "
+                f"--pg-term {unknown[0]}:ce or another kind ({unknown[0]}:ce,weight=0 leaves them out), or rename the "
+                "term."
             )
 
 

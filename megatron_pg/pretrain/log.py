@@ -1,6 +1,8 @@
 """Where the steps of a run go: metrics.jsonl, console, TensorBoard and W&B, together with the numbers of `on_step`."""
 
 import json
+import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -39,7 +41,7 @@ class RunLog:
         self.report: StepReport  # of the last training step
         self._on_step, self._say, self._path = on_step, say, path
         self._has_additions = False  # rank 0 has an on_step
-        self._console = Console(say)
+        self._console = Console(say, time.monotonic if sys.stdout.isatty() else None)
         self._file: MetricsFile | None = None
 
     def open(self) -> None:
@@ -88,7 +90,7 @@ class RunLog:
         if torch.distributed.get_rank() == 0:
             is_shown = log.iteration % args.log_interval == 0
             extra_names = [*settings.terms.objective.reported, *added]
-            self._console.step(record | added, extra_names, is_shown=is_shown)
+            self._console.step(record | added, extra_names, is_shown=is_shown, last=vars(args).get("train_iters") or 0)
 
     def _begin(self, log: StepLog, settings: LossSettings) -> None:
         if torch.distributed.get_rank() == 0:

@@ -237,7 +237,7 @@ class _Run:
         args = get_args()
         self.documents.load(checkpoint_args, args)
         if (changed := checkpoint_changes(checkpoint_args, args)) and torch.distributed.get_rank() == 0:
-            message = f"the checkpoint was trained with another loss: {'; '.join(changed)}"
+            message = f"[W13] the checkpoint was trained with another loss: {'; '.join(changed)}"
             warnings.warn(message, ArgumentWarning, stacklevel=2)
         return check_args(checkpoint_args, *rest, **keywords)
 

@@ -1,6 +1,6 @@
 """Aggregations: one denominator per sample, from integer counts of the whole optimizer step.
 
-A new one is a file like its neighbours, and its entry in `megatron_pg.declarations.aggregations` (docs/adding.md).
+A new one is a file like its neighbours, and its entry in `megatron_pg.declarations.aggregations` (docs/design.md).
 """
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS

@@ -36,8 +36,8 @@ def load_custom_reducer(path: str, *, calculate_per_token_loss: bool) -> CustomR
     weights = reducer_weights(reducer, *_TINY_STEP, calculate_per_token_loss=calculate_per_token_loss)
     if (weights < 0).any():
         warnings.warn(
-            f"custom reducer {path!r} gives a token the weight {float(weights.min()):.3g}, so a loss would be raised "
-            "where it should fall. Is its sign wrong? The schedule minimises.",
+            f"[W14] custom reducer {path!r} gives a token the negative weight {float(weights.min()):.3g}. Check its "
+            "sign; the optimizer minimizes.",
             ArgumentWarning,
             stacklevel=2,
         )
@@ -74,13 +74,9 @@ def reducer_weights(
         at_zero, weights = _value_and_gradient(reducer(*arguments), 0 * point)
         value, _ = _value_and_gradient(reducer(*arguments), point)
     if not torch.isfinite(weights).all():
-        raise ValueError(
-            "the custom reducer gives a token a weight that is not finite, so the loss would be NaN or inf."
-        )
+        raise ValueError("the custom reducer gives a token a weight that is not finite. Check its divisions.")
     if weights[~live].any():
-        raise ValueError(
-            "the custom reducer gives a masked token a weight, so tokens that must not be trained would be."
-        )
+        raise ValueError("the custom reducer gives a masked token a weight. Multiply by the loss mask.")
     scale = (weights * point).abs().sum().clamp(min=1e-300)
     if at_zero != 0 or (value - weights @ point).abs() > 1e-6 * scale:  # a float32 reducer is fine
         raise ValueError(

@@ -117,8 +117,7 @@ def _of_group(rule: str, prompt: Id, group: dict[Id, float]) -> dict[Id, float]:
     rewards = list(group.values())
     if RULES[rule].is_relative and len(group) < 2:
         raise ValueError(
-            f"prompt {shorten(prompt)} has one rollout, so {rule} would be 0. Sample more rollouts of it, or use "
-            "reward."
+            f"prompt {shorten(prompt)} has one rollout, and {rule} compares several. Sample more, or use reward."
         )
     if RULES[rule].is_binary and (graded := [reward for reward in rewards if reward not in (0.0, 1.0)]):
         raise ValueError(

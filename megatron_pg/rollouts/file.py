@@ -159,10 +159,7 @@ def _check_appendable(path: Path, if_exists: str) -> int:
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         if file.read() != b"\n":
-            raise RolloutFileError(
-                f"{shown}: its last line has no end, so its writer was killed and the next line would be lost. Delete "
-                "that line."
-            )
+            raise RolloutFileError(f"{shown}: its last line has no end. Delete that line.")
     return version
 
 
@@ -188,8 +185,8 @@ def _encoded_sample(sample: Sample, version: int) -> bytes:
     record = _record_of(sample)
     if newer := [name for name in record if name in FIELDS and FIELDS[name].since > version]:
         raise ValueError(
-            f"sample {sample.sample_id} has {newer[0]}, which version {version} of the file does not have, so it "
-            f"could not be read. Open it with RolloutWriter(…, version={FIELDS[newer[0]].since})."
+            f"sample {sample.sample_id} has {newer[0]}, which version {version} of the file does not have. Open it "
+            f"with RolloutWriter(…, version={FIELDS[newer[0]].since})."
         )
     try:
         line = _encoded(record)
@@ -214,8 +211,7 @@ def _record_of(sample: Sample) -> dict[str, Any]:
         )
     if bad := [name for name in sample.extra if not str(name).startswith("x_")]:
         raise ValueError(
-            f"extra field {shorten(bad[0])} of sample {sample.sample_id} does not begin with x_, so it could not be "
-            "read. Rename it."
+            f"extra field {shorten(bad[0])} of sample {sample.sample_id} does not begin with x_. Rename it."
         )
     if sample.reward is not None and not math.isfinite(sample.reward):
         raise ValueError(

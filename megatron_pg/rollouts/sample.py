@@ -34,13 +34,10 @@ from megatron_pg.rollouts.printable import printable, shorten
 
 Values = Sequence[Any] | np.ndarray | Tensor
 
-_ID = (
-    "is neither a string of printable characters nor an integer of 62 bits, so normalization groups could not be "
-    "counted or named. Give one."
-)
+_ID = "is neither a string of printable characters nor an integer of 62 bits. Give one."
 _ORIGIN = (
-    "does not say where it comes from, so mismatches could not be traced. Give an integer of at least 0 (worker: any "
-    "integer or printable string), or none."
+    "does not say where it comes from. Give an integer of at least 0 (worker: any integer or printable string), or "
+    "none."
 )
 _PLAIN_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prompt_id": (is_id, _ID),
@@ -313,8 +310,8 @@ def _mask(name: str, values: Any, length: int, label: str) -> Tensor:
 
 def _length_message(name: str, length: int, response_length: int, label: object) -> str:
     return (
-        f"{name} of sample {label} has {length} entries for {response_length} response tokens, so they would not "
-        "align. Give one per response token."
+        f"{name} of sample {label} has {length} entries for {response_length} response tokens. Give one per response "
+        "token."
     )
 
 
@@ -329,8 +326,8 @@ def _check_values(name: str, values: Any, mask: Tensor, label: str) -> None:
     if len(bad):
         position = int(bad[0])
         raise ValueError(
-            f"{name} of sample {label} is {float(values[position])} at response token {position}, which is trained, "
-            "so the loss would not be finite. Mask the token or repair the value."
+            f"{name} of sample {label} is {float(values[position])} at response token {position}, which is trained. "
+            "Mask the token or repair the value."
         )
     check_range(name, values[mask], label)
 
@@ -339,11 +336,11 @@ def check_range(name: str, values: Tensor, label: str) -> None:
     """Refuse values that are not log-probabilities or entropies, with a tolerance for rounding around 0."""
     if name == "old_entropies" and (values < -1e-3).any():
         raise ValueError(
-            f"old_entropies of sample {label} go down to {float(values.min()):g}, entropies are at least 0, so tokens "
-            "would be chosen by something else. Were log-probabilities or negative entropies given?"
+            f"old_entropies of sample {label} go down to {float(values.min()):g}. Entropies are at least 0. Were "
+            "log-probabilities or negative entropies given?"
         )
     if name in LOGPROBS and (values > 1e-3).any():
         raise ValueError(
-            f"{name} of sample {label} reach {float(values.max()):g}, log-probabilities are at most 0, so the ratio "
-            "would be wrong. Were probabilities or negative log-likelihoods given?"
+            f"{name} of sample {label} reach {float(values.max()):g}. Log-probabilities are at most 0. Were "
+            "probabilities or negative log-likelihoods given?"
         )

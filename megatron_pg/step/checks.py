@@ -34,8 +34,7 @@ def check_model(chunks: list[Any], settings: LossSettings, *, forward_only: bool
         )
     if config.finalize_model_grads_func is None and not forward_only:
         raise ScheduleError(
-            "config.finalize_model_grads_func is None, so gradients would be neither reduced over ranks nor divided; "
-            "set it to megatron.core.distributed.finalize_model_grads"
+            "config.finalize_model_grads_func is None; set it to megatron.core.distributed.finalize_model_grads"
         )
     _check_prediction(chunks[0], settings)
     if not forward_only:
@@ -96,9 +95,8 @@ def _check_wrapper(model: Any, settings: LossSettings) -> None:
     if always_averages(model):
         if settings.per_token and getattr(model.config, "num_moe_experts", None):
             raise ScheduleError(
-                "torch FSDP2 averages gradients regardless of calculate_per_token_loss, so the router's losses of a "
-                "mixture of experts would count every position; use Megatron-FSDP, or an aggregation other than "
-                "token_mean"
+                "torch FSDP2 averages gradients regardless of calculate_per_token_loss; use Megatron-FSDP, or an "
+                "aggregation other than token_mean"
             )
         if settings.head_mode:
             raise ScheduleError(
@@ -217,8 +215,7 @@ def check_vocabulary_of_sampling_masks(batches: Sequence[PackedBatch], model: An
             raise ScheduleError(
                 f"sampling_mask of sample {sample.sample_id} holds token id "
                 f"{int(sampling_mask.ids[sampling_mask.positions == k].max())} at response token {k}, the vocabulary "
-                f"has {vocabulary}, so the token would have no logit. Does the engine sample padding columns, or was "
-                "it given another tokenizer?"
+                f"has {vocabulary}. Does the engine sample padding columns, or was it given another tokenizer?"
             )
 
 

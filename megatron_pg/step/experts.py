@@ -116,7 +116,7 @@ def check_experts(batches: Sequence[PackedBatch], config: Any, replay: RoutingRe
         if given := [sample for sample in samples if sample.routed_experts is not None]:
             raise ScheduleError(
                 f"sample {given[0].sample_id} has routed_experts, and without routing_replay the router chooses "
-                "experts itself; give routing_replay (docs/megatron.md), or remove the field"
+                "experts itself; give routing_replay (docs/parallelism.md), or remove the field"
             )
         return
     overlaps = getattr(config, "overlap_moe_expert_parallel_comm", False)

@@ -42,8 +42,10 @@ def step_record(log: StepLog) -> dict[str, Any]:
 class Console:
     """The console lines of the rank that logs; `say` prints one."""
 
-    def __init__(self, say: Callable[[str], None]):
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] | None = None):
         self._say = say
+        self._clock = clock  # in seconds, for the time left; None: lines have none
+        self._first: tuple[int, float] | None = None  # iteration and time of the first line
         self._flagged: set[str] = set()  # metrics whose red flag was reported
         self._advice: Advice | None = None
 
@@ -58,17 +60,34 @@ class Console:
         for field, names in lacking.items():
             self._say(f"metrics {', '.join(names)} are absent: the samples have no {field}")
 
-    def step(self, record: Mapping[str, Any], extra_names: Collection[str] = (), *, is_shown: bool = True) -> None:
-        """The console line, each red flag's meaning once, and advice; the line shows `extra_names` too."""
+    def step(
+        self, record: Mapping[str, Any], extra_names: Collection[str] = (), *, is_shown: bool = True, last: int = 0
+    ) -> None:
+        """The console line, each red flag's meaning once, and advice; the line shows `extra_names` too.
+
+        `last` is the last iteration of the run, if it is known.
+        """
+        left = self._time_left(record["iteration"], last)
         if is_shown:
             means = [name for name in record if name.endswith("/mean")]  # of loss terms
-            self._say(console_line(record["iteration"], record, [*means, *extra_names]))
+            self._say(console_line(record["iteration"], record, [*means, *extra_names]) + left)
         for name, limit in red_flags(record).items():
             if name not in self._flagged and limit.steps == 1:
                 self._say(red_flag_line(name, record[name], limit))
             self._flagged.add(name)
         if self._advice is not None and (line := self._advice.of(record)) is not None:
             self._say(line)
+
+    def _time_left(self, iteration: int, last: int) -> str:
+        """The time left at the mean speed since the first step, as the end of a line; empty if it is not known."""
+        if self._clock is None:
+            return ""
+        now = self._clock()
+        first, started = self._first = self._first or (iteration, now)
+        if iteration == first or last <= iteration:
+            return ""
+        seconds = int((now - started) / (iteration - first) * (last - iteration))
+        return f" | {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
 
 
 def units_of(plan: StepPlan) -> str:

@@ -117,7 +117,7 @@ class ModelLoss:
         if len(depths) != len(local.depths):
             raise ScheduleError(
                 f"the model made {len(depths)} of {len(local.depths)} predictions of --mtp-num-layers before its own, "
-                "so the losses of the others are lost; use a release of megatron-core that docs/megatron.md lists"
+                "so the losses of the others are lost; use a release of megatron-core that docs/parallelism.md lists"
             )
         scale, totals = self._scaling.grad_scale, totals_of(depths, self._plan, self._mtp_factor)
         call = deferred.take(logits) if deferred else None

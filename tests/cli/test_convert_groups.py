@@ -125,7 +125,7 @@ def test_one_file_given_twice_is_refused(refused, files, tmp_path):
     (tmp_path / "copy.jsonl").write_bytes(path.read_bytes())
     for again in (path, tmp_path / "copy.jsonl"):
         message = refused("--format jsonl --advantage group_mean", path, again)
-        assert f"{again}: is equal to {path}, so its rollouts would count twice. Give every file once." in message
+        assert f"{again}: is equal to {path}. Give every file once." in message
 
 
 def test_a_file_and_the_standard_input_are_read_together(convert, files, monkeypatch):

@@ -100,14 +100,14 @@ def test_given_flags_and_defaults_are_separate_rows(cli):
     words = "explain --calculate-per-token-loss --pg-clip-eps-high 0.28 --pg-kl-coef 0"
     assert cli.json(words)["given"] == ["calculate_per_token_loss", "pg_clip_eps_high", "pg_kl_coef"]
     rows = dict(line.split(maxsplit=1) for line in cli.done(words).splitlines())
-    assert rows["given"] == "--calculate-per-token-loss, --pg-clip-eps-high 0.28, --pg-kl-coef 0.0"
+    assert rows["given"] == "--calculate-per-token-loss, --pg-clip-eps-high 0.28, --pg-kl-coef 0"
     assert rows["default"].startswith("--loss-aggregation token_mean, --pg-objective grpo, --pg-correction none, ")
     assert rows["flags"] == "--loss-aggregation token_mean --pg-clip-eps-high 0.28"
     assert rows["note"].endswith("--loss-aggregation is token_mean, not sample_mean")
 
 
 def test_evaluation_without_an_interval_is_said(cli):
-    assert "  note: --eval-iters without --eval-interval: " in cli.done("validate --eval-iters 0")
+    assert "  note: [W11] --eval-iters without --eval-interval: " in cli.done("validate --eval-iters 0")
     assert "note" not in cli.done("validate --eval-iters 0 --eval-interval 9")
 
 
@@ -194,7 +194,7 @@ def test_validate_as_json(cli):
     said = cli.json("validate --calculate-per-token-loss")
     assert said["valid"]
     assert said["arguments"]["loss_aggregation"] == "token_mean"
-    assert said["remarks"] == ["--calculate-per-token-loss: --loss-aggregation is token_mean, not sample_mean"]
+    assert said["remarks"] == ["[R2] --calculate-per-token-loss: --loss-aggregation is token_mean, not sample_mean"]
 
 
 @pytest.mark.parametrize(("pattern", "depths"), [("M*M*/MM/MM", 2), ("*-|*-", None)])

@@ -4,9 +4,12 @@ import json
 import math
 import re
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
+
+from megatron_pg.cli.runs.curves import typical_range
 
 
 def steps(*values: float, name: str = "reward", **rest) -> list[dict]:
@@ -95,10 +98,43 @@ def test_a_changed_objective_is_a_column_of_its_own(make_run, cli, tmp_path):
     pytest.importorskip("plotly")
     path = make_run("a", [*steps(1.0, 2.0), {"reward": 3.0, "objective": {"weight": "δ = T"}}])
     cli.done("report", path, make_run("old", [{"reward": 1.0}]), "--output", tmp_path / "r.html")
-    text, _ = page_of(tmp_path / "r.html")
+    text, figures = page_of(tmp_path / "r.html")
+    assert [(line["x0"], line["line"]["dash"]) for line in figures["f0"]["layout"]["shapes"]] == [(3, "dash")]
     assert "<th>a, from step 1</th><th>a, from step 3</th><th>old</th>" in text
     assert "<td>weight</td><td>δ = N_r</td><td>δ = T</td><td>–</td>" in text
     assert "not in the file" in text
+
+
+def test_the_page_names_file_steps_and_date_of_a_run(make_run, cli, tmp_path):
+    pytest.importorskip("plotly")
+    path = Path(make_run("a", steps(0.0, 1.0, 0.5)))
+    cli.done("report", path, "--output", tmp_path / "r.html")
+    written = datetime.fromtimestamp((path / "metrics.jsonl").stat().st_mtime)
+    assert f"{path}/metrics.jsonl, steps 1 to 3, written {written:%Y-%m-%d %H:%M}" in page_of(tmp_path / "r.html")[0]
+
+
+def test_a_limit_near_the_values_is_a_line_and_one_far_away_a_note():
+    pytest.importorskip("plotly")
+    from megatron_pg.cli.runs.report_page import figure_of
+
+    style = {"a": ("solid", "#000")}
+    near = figure_of("ess", {"a": {1: 0.9, 2: 0.6}}, style, 0.6).layout
+    assert [shape.y0 for shape in near.shapes] == [0.5]
+    assert not near.annotations
+    far = figure_of("ess", {"a": {1: 0.99, 2: 0.98}}, style, 0.6).layout
+    assert not far.shapes
+    assert [note.text for note in far.annotations] == ["red flag: < 0.5"]
+    (first_step,) = figure_of("kl_new_old", {"a": {1: 0.001, 2: 0.02}}, style, 0.6).layout.annotations
+    assert first_step.text == "red flag: > 0.01 in step 1"
+
+
+def test_warm_up_steps_do_not_flatten_the_curve():
+    warm_up, trained = [3.0 / (1 + i) for i in range(15)], [0.01 * math.sin(i) for i in range(85)]
+    low, high = typical_range([*warm_up, *trained])
+    assert -0.05 < low < min(trained) < max(trained) < high < 0.05
+    assert typical_range(trained) is None
+    assert typical_range([1.0, 2.0]) is None
+    assert typical_range([1.0] * 50) is None
 
 
 def test_names_of_a_file_are_text_on_the_page(make_run, cli, tmp_path):

@@ -15,7 +15,7 @@ import pytest
 
 INSTALLED, TUNED = "installed Triton", "Triton 3.6.0"  # the shapes of rows were chosen with the second: no spills
 FEW = 20  # spills with another Triton, with which the multi-pass kernels do the work
-TIGHT = "37984"  # columns at which the installed Triton spills for sm_100 and sm_120, the only ones (docs/kernels.md)
+TIGHT = "37984"  # columns at which the installed Triton spills for sm_100 and sm_120 (docs/benchmarks.md)
 CHIPS = (80, 90, 100, 120)  # compute capabilities
 TRITONS = ("3.6.0", "3.8.0", "3.9.0")  # in addition to the installed one
 

@@ -21,7 +21,7 @@ from samples import make_sample
 from tasks.digit_sort import DigitSort
 from tasks.list_programs import ListPrograms
 
-from megatron_pg import RolloutWriter, add_arguments, read_rollouts, validate_args
+from megatron_pg import RolloutWriter, Sample, add_arguments, read_rollouts, validate_args
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "examples").glob("launch_*.sh"))
@@ -123,6 +123,17 @@ def test_samples_that_are_sampled_again_stay_in_a_copy(tmp_path):
         run_folder.continue_rollouts(path, 0).close()
     assert len(read_rollouts(tmp_path / "rollouts.jsonl.2")) == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rollouts.jsonl", "rollouts.jsonl.1", "rollouts.jsonl.2"]
+
+
+def test_a_recorded_step_with_demonstrations_has_the_metrics_of_its_rollouts():
+    """Demonstrations have no reward, and made a run from a recorded file of them fail."""
+    common = {"tokens": [1, 2, 3], "response_length": 2, "loss_mask": [1, 1], "prompt_id": 0, "step": 0}
+    trained = common | {"old_logprobs": [-1.0, -2.0], "advantage": 1.0}
+    rollouts = [Sample.build(**trained, rollout_id=i, reward=float(i)) for i in range(2)]
+    shown = Sample.build(**common, rollout_id=2, term="sft")
+    metrics = {"reward": 0.5, "response_length": 2.0}
+    assert run_folder.recorded_metrics([*rollouts, shown]) == run_folder.recorded_metrics(rollouts) == metrics
+    assert run_folder.recorded_metrics([shown]) == {}
 
 
 @launches.launch

@@ -1,4 +1,4 @@
-"""The pages: their code runs, their commands exist, their flags validate, their links lead somewhere, no message is
+"""The pages: their code runs, their commands exist, their flags validate, their links lead somewhere, no rule is
 missing."""
 
 import ast
@@ -8,9 +8,9 @@ import subprocess
 import warnings
 from argparse import ArgumentParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import dataflow
-import faq_messages
 import group_size
 import kl_gradients
 import length_bias
@@ -19,6 +19,7 @@ import weights
 import zigzag
 
 from megatron_pg import add_arguments, validate_args
+from megatron_pg.flags import errors
 from megatron_pg.flags.banner import banner
 from megatron_pg.hosts.startup import add_host_arguments
 
@@ -101,13 +102,11 @@ def test_the_page_of_flags_has_every_flag():
     assert [flag for flag in flags if f"`{flag}`" not in page] == []
 
 
-def test_the_words_of_the_index_are_kept():
+def test_the_words_of_the_glossary_are_kept():
     """A word in backticks in the last column is not an identifier of the package, but where a host's own names are
     read."""
-    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    rows = [
-        row.split("|") for row in index.partition("## Words")[2].partition("Symbols:")[0].splitlines() if "|" in row
-    ]
+    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    rows = [row.split("|") for row in page.partition("Symbols:")[0].splitlines() if "|" in row]
     refused = {word for cells in rows for word in re.findall(r"`(\w+)`", cells[3])}
     assert len(refused) > 20
     found = set()
@@ -156,97 +155,11 @@ def test_the_papers_page_shows_what_the_scripts_compute():
         assert re.findall(r"[\d.]+", line.split("|", 4)[4]) == ["0" if e < 1e-9 else f"{e:.4f}" for e in errors]
 
 
-def test_the_index_names_every_page():
-    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    pages = {page.name for page in PAGES if page.parent.name == "docs"} - {"index.md"} | {"../CONTRIBUTING.md"}
-    assert [page for page in sorted(pages) if f"]({page})" not in index] == []
-
-
-def test_every_message_of_the_code_is_on_its_page():
-    found, page = faq_messages.messages(), faq_messages.PAGE.read_text(encoding="utf-8")
-    listed = faq_messages.on_page(page)
-    missing = [f"- `{pattern}`" for pattern in found if pattern not in listed]
-    stale = [f"- `{pattern}`" for pattern in listed if pattern not in found]
-    wanted = [
-        "Paste into a group of docs/faq.md that explains it, or run python tests/helpers/faq_messages.py:",
-        *missing,
-    ]
-    assert not missing + stale, "\n".join([*wanted, "Delete there:", *stale])
-    assert len(listed) == len(set(listed))
-
-
-def test_every_group_of_messages_is_explained():
-    for section in faq_messages.PAGE.read_text(encoding="utf-8").split("\n### ")[1:]:
-        prose = [line for line in section.split("\n## ")[0].splitlines()[1:] if not line.startswith(("- `", "<!--"))]
-        assert len(" ".join(prose)) > 60, f"explain the messages under {section.splitlines()[0]!r}"
-
-
-def test_the_lists_of_messages_are_brought_up_to_date():
-    page = "### Old\n<!-- takes: a, b -->\n\n- `one of a`\n- `gone`\n\nProse.\n"
-    filled = faq_messages.fill(page, {"one of a": "a", "two of b": "b", "three of c": "c"})
-    assert filled == (
-        "### Old\n<!-- takes: a, b -->\n\n- `two of b`\n- `one of a`\n\nProse.\n"
-        "\n### New messages of c\n<!-- takes: c -->\n\n- `three of c`\n"
-    )
-    assert faq_messages.fill(filled, {"one of a": "a", "two of b": "b", "three of c": "c"}) == filled
-
-
-def test_a_message_is_read_with_its_constants_and_its_values_apart(tmp_path, monkeypatch):
-    room = tmp_path / "room.py"
-    room.write_text(
-        "def check(x) -> Violations:\n"
-        "    flag = '--flag'\n"
-        "    if x:\n"
-        "        raise ValueError(f'{flag} is {x!r}, so nothing ' + 'works.')\n"
-        "    yield 'E1 a rule that is broken'\n"
-        "def length_message(n) -> str:\n"
-        "    return f'{n} is too long' if n else 'it is not there at all'\n"
-        "def label(n) -> str:\n"
-        "    return 'this is not a message'\n"
-    )
-    monkeypatch.setattr(faq_messages, "PACKAGE", tmp_path)
-    expected = ["--flag is …, so nothing works.", "a rule that is broken", "… is too long", "it is not there at all"]
-    assert list(faq_messages.collect()) == expected
-
-
-def test_a_message_is_read_whole(tmp_path, monkeypatch):
-    """With each of the texts that a value of it may be, and once."""
-    (tmp_path / "room.py").write_text(
-        "FLAWS = {'a': 'is noisy', 'b': None, 'c': 'is biased'}\n"
-        "def rules(args, own) -> Violations:\n"
-        "    for name, why in (('one_flag', 'scales the logits'), ('other', 'defers them')):\n"
-        '        yield f\'E1 --{name.replace("_", "-")} {why}; remove it\'\n'
-        "    for reader in readers(f'--no-message {args}'):\n"
-        "        raise ArgumentError(list(sort(reader)))\n"
-        "def readers(args) -> Iterator[str]:\n"
-        "    yield f'--pg-correction {args}'\n"
-        "def probe(x) -> str | None:\n"
-        "    if x:\n"
-        "        return f'fails on {x} tokens'\n"
-        "def load(path):\n"
-        "    if reason := probe(path):\n"
-        "        raise ValueError(f'custom objective {path!r} {reason}')\n"
-        "    torch._assert_async(path > 0, 'asserted on the device')\n"
-        "    return None, ValueError('an error that travels')\n"
-        "def more_warnings(args) -> list[str]:\n"
-        "    messages = []\n"
-        "    if flaw := FLAWS[args]:\n"
-        "        messages.append(f'estimator {args}: {flaw}')\n"
-        "    flags = {'--a': 1}\n"
-        "    return messages + [f'{flag} does nothing here' for flag, given in flags.items() if given]\n"
-        "def read(line):\n"
-        "    warnings.warn(f'line {line} was skipped', stacklevel=2)\n"
-        "    raise unfinished(line, 'an array without end')\n"
-        "def unfinished(line, what) -> InputError:\n"
-        "    return InputError(f'line {line}: {what}, so nothing is read')\n"
-    )
-    monkeypatch.setattr(faq_messages, "PACKAGE", tmp_path)
-    assert list(faq_messages.collect()) == [
-        *("--one-flag scales the logits; remove it", "--other defers them; remove it"),
-        *("custom objective … fails on … tokens", "asserted on the device", "an error that travels"),
-        *("estimator …: is noisy", "estimator …: is biased", "--a does nothing here"),
-        *("line … was skipped", "line …: an array without end, so nothing is read"),
-    ]
+def test_the_navigation_has_every_page():
+    named = re.findall(r": ((?:hosts/)?\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(named) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in PAGES[2:])
+    lines = sum(len((ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()) for page in named)
+    assert lines <= 3400
 
 
 def test_the_pictures_are_drawn_from_the_package(tmp_path, capsys):
@@ -262,19 +175,46 @@ def test_the_pictures_are_drawn_from_the_package(tmp_path, capsys):
     assert 5_000 < min(sizes) <= max(sizes) < 100_000
 
 
-def rules_of_the_code() -> set[str]:
-    """The numbers that messages carry: texts such as "E5", and those that begin with one."""
-    texts = [
-        node.value
-        for path in (ROOT / "megatron_pg").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
-    return {match[1] for text in texts if (match := re.match(r"(E\d+)(?: |$)", text))}
+MESSAGES = ROOT / "docs" / "messages.md"
 
 
-def test_every_rule_that_a_message_names_is_explained_in_one_row():
-    rows = re.findall(r"^\| (E\d+) \| (.+) \|$", faq_messages.PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(rows) > 40
-    assert [rule for rule, _ in rows] == sorted(rules_of_the_code(), key=lambda rule: int(rule[1:]))
-    assert all(len(sentence.split()) >= 4 for _, sentence in rows)
+def constants_of_the_code() -> list[str]:
+    """The texts in the source of the package."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "megatron_pg").rglob("*.py")]
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return [node.value for node in nodes if isinstance(node.value, str)]
+
+
+def test_every_rule_of_the_code_has_one_row_with_cause_and_fix():
+    """The number of a rule is a text of its own, or begins the text of a message."""
+    found = {match[1] for text in constants_of_the_code() if (match := re.match(r"\[?([EWR]\d+)(?:\]? |$)", text))}
+    rows = re.findall(r'^\| <a id="(\w+)"></a>(\w+) \| (.+) \| (.+) \|$', MESSAGES.read_text("utf-8"), re.MULTILINE)
+    assert len(rows) > 60
+    assert sorted(rule for _, rule, *_ in rows) == sorted(found)
+    for anchor, rule, cause, fix in rows:
+        assert anchor == rule.lower()
+        assert len(cause.split()) >= 4, rule
+        assert cause.endswith("."), rule
+        assert fix.endswith("."), rule
+
+
+def test_every_exception_of_the_package_has_a_row():
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "megatron_pg").rglob("*.py")]
+    classes = {name for source in sources for name in re.findall(r"^class (\w+Error)\(", source, re.MULTILINE)}
+    page = MESSAGES.read_text(encoding="utf-8")
+    assert [name for name in sorted(classes) if f"`{name}`" not in page] == []
+    assert len(page.splitlines()) <= 300
+
+
+@pytest.mark.parametrize(
+    ("urls", "footer"),
+    [
+        (["Documentation, https://host/o/n/blob/v1/docs/index.md"], "https://host/o/n/blob/v1/docs/messages.md#e5"),
+        ([], ""),
+    ],
+)
+def test_an_error_links_to_its_rule_where_the_project_has_a_home_page(urls, footer, monkeypatch):
+    monkeypatch.setattr(errors, "metadata", lambda name: SimpleNamespace(get_all=lambda key: urls))
+    lines = str(errors.ArgumentError([("E5", "--flag is missing"), ("E9", "--other is given")])).splitlines()
+    assert lines[1:3] == ["  [E5] --flag is missing", "  [E9] --other is given"]
+    assert lines[3:] == ([f"Causes and fixes: {footer}"] if footer else [])

@@ -226,27 +226,9 @@ def docs(number: object, **more: object) -> dict[str, object]:
     return {"docs_per_step": number, **more}
 
 
-# What is said, by its id; the fragments are disjoint.
-SAID = {
-    "R1": "token_mean: --calculate-per-token-loss switched on",
-    "R2": "--calculate-per-token-loss: --loss-aggregation is token_mean, not sample_mean",
-    "W1": "--custom-pg-loss-reducer-function-path takes precedence",
-    "W2": "Σ reducer(ℓ)",
-    "W4": "until finalize; the loss scale must absorb it",
-    "W5": "Megatron divides its gradient by the number of data-parallel ranks",
-    "W3": "is published with equal sequence weights",
-    "W12": "which clips no token",
-    "W7": "--pg-kl-estimator",
-    "W8": "clips the geometric mean",
-    "W9": "ℓ is the objective",
-    "W11": "--eval-iters without --eval-interval",
-    "W10": "has no effect here: without --bf16 and --fp16",
-}
-
-
 def ids(messages: list[tuple[type[Warning], str]]) -> list[str]:
     """The id of each message, checked against its category."""
-    found = [(next(rule for rule, part in SAID.items() if part in text), category) for category, text in messages]
+    found = [(text[1:].partition("]")[0], category) for category, text in messages]
     assert all(category is (ArgumentNotice if rule[0] == "R" else ArgumentWarning) for rule, category in found)
     return [rule for rule, _ in found]
 

@@ -4,9 +4,20 @@ formula.
 The formulas are written out in plain float64 torch over padded [B, T] rows, as the other frameworks hold them. Our side
 goes the whole way from flags to the gradient of the logits. What the pages call the same must agree in loss and
 gradient; what they call different must differ by what they say.
+
+Where the other side was read, at the commits that docs/migrating.md lists:
+slime: slime/utils/arguments.py, slime/backends/megatron_utils/{loss,cp_utils}.py, slime/utils/ppo_utils.py,
+    slime/ray/rollout.py (normalized rewards)
+miles: miles/utils/{arguments,misc}.py, miles/backends/training_utils/loss_hub/{losses,math_utils,corrections}.py
+verl: verl/trainer/ppo/core_algos.py (agg_loss), verl/workers/config/actor.py, verl/trainer/config/algorithm.py,
+    verl/trainer/ppo/rollout_corr_helper.py
+TRL: trl/trainer/{grpo_config,grpo_trainer}.py
+NeMo-RL: nemo_rl/algorithms/loss/loss_functions.py, nemo_rl/algorithms/utils.py (calculate_kl)
+Megatron-LM: train_rl.py, megatron/rl/rl_utils.py, megatron/training/arguments.py
 """
 
 import dataclasses
+import functools
 import re
 from argparse import ArgumentParser
 from pathlib import Path
@@ -135,13 +146,17 @@ def one_token(*, new: float, old: float | None = None, A: float = 0.0, ref: floa
     return Batch(logits=logits, tokens=torch.zeros(1, 1, dtype=torch.int64), **rest, **ids)
 
 
-def ours(batch: Batch, flags: str) -> tuple[Tensor, Tensor]:
-    """Loss of the step and its gradient by the logits, from flags of ours."""
+@functools.cache
+def settings_of(flags: str) -> LossSettings:
     parser = add_arguments(ArgumentParser(allow_abbrev=False))
     parser.add_argument("--calculate-per-token-loss", action="store_true")
     parser.add_argument("--dataloader-type", default="external")
-    settings = LossSettings.from_args(validate_args(parser.parse_args([*flags.split(), "--pg-kernel", "torch"])))
-    packed = pack(batch.samples(), qkv_format="thd")
+    return LossSettings.from_args(validate_args(parser.parse_args([*flags.split(), "--pg-kernel", "torch"])))
+
+
+def ours(batch: Batch, flags: str) -> tuple[Tensor, Tensor]:
+    """Loss of the step and its gradient by the logits, from flags of ours."""
+    packed, settings = pack(batch.samples(), qkv_format="thd"), settings_of(flags)
     (local,) = PlannedStep.of(lambda: [packed], settings, group=None).slices(lambda _: None)
     last = batch.logits.shape[1] - 1
     rows = batch.logits[packed.sample_index[0].clamp(min=0), packed.position_ids[0].clamp(max=last)]
@@ -525,26 +540,28 @@ def first_cells(page: str) -> set[str]:
     """The word in backticks that a row of a table of the page begins with."""
     text = (DOCS / page).read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`[^|]*?) \|(?!.*\n\| ?---)", text, re.MULTILINE)
-    return {re.match(r"`[^`]*`(, L( = 1)?)?", row)[0] for row in rows}
+    names = {re.match(r"`[^`]*`(, L( = 1)?)?", row)[0] for row in rows}
+    return {re.sub(r",[^`]*`$", "`", name) for name in names}  # without options: `tis,high=…` is `tis`
 
 
 def test_every_row_of_the_pages_has_a_test():
     tested = {row for row, *_ in SAME}
     tested |= {
         "`--custom-pg-loss-reducer-function-path`",  # tests/ranks/test_recipes.py
-        *("`--pg-objective`", "`--pg-correction`", "`--pg-objective dual_clip,cap=…`"),  # their values have rows
+        *("`--pg-objective`", "`--pg-correction`"),  # their values have rows
         "`grpo`",  # as `--pg-clip-eps-low`
         *(
             f"`{level}_{k}`" for level in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3")
         ),  # below
         *("`m2po`", "`clip_cov`", "`kl_cov`", "`top_entropy`"),  # of whole steps: tests/properties/test_selections.py
+        "`rejection`",  # below
         *("`scheduled`", "`live`", "`kept`"),
         *("`k1`", "`k2`", "`k3`", "`abs`", "`k1_weighted`", "`k3_weighted`"),
     }
     assert first_cells("migrating.md") | first_cells("objectives.md") <= tested
 
 
-# --- what is called the same and is not: docs/migrating.md, "Where the same name computes something else" ---
+# --- what is called the same and is not: the last columns of docs/migrating.md ---
 
 PAGE = (DOCS / "migrating.md").read_text(encoding="utf-8")
 

@@ -283,7 +283,7 @@ def test_gradients_under_megatron_fsdp_equal_those_of_one_process(results, full,
 
 
 def test_megatrons_own_divisors_of_multi_token_prediction_are_those_of_slices(results):
-    """What docs/megatron.md shows compared with ours; where one of these becomes exact, Megatron has changed."""
+    """What docs/benchmarks.md shows compared with ours; where one of these becomes exact, Megatron has changed."""
     two, one = results
     errors = {case: worst_difference(gradients(two, case), gradients(one, reference_of(case))) for case in MTP_PLAIN}
     assert min(errors.values()) > 1e-3, errors

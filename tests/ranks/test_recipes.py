@@ -1,5 +1,5 @@
-"""The drop-in recipes of docs/recipes.md, run: into a plain pretrain script, into train_rl.py, and reducers both
-ways."""
+"""The recipes of docs/quickstart.md and docs/migrating.md, run: into a plain pretrain script, into train_rl.py, and
+reducers both ways."""
 
 import difflib
 import importlib
@@ -12,7 +12,7 @@ import pytest
 import recipe_files
 import torch
 from processes import ROOT
-from recipe_files import PAGE, block_of
+from recipe_files import block_of
 from recipe_runs import (
     CONSTANT,
     LIMIT,
@@ -54,7 +54,8 @@ def test_the_plain_script_takes_five_new_lines_which_the_page_shows():
     changes = list(difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm=""))[2:]
     new = [line[1:] for line in changes if line.startswith("+") and line[1:].strip()]
     assert len(new) == 5
-    shown = block_of(PAGE, "-from megatron.training import get_args, pretrain").splitlines()
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    shown = block_of(page, "-from megatron.training import get_args, pretrain").splitlines()
     assert [line[1:] for line in shown if line.startswith("+")] == new
     gone = {line[1:] for line in changes if line.startswith("-")}
     assert {line[1:] for line in shown if line.startswith("-")} <= gone
@@ -66,7 +67,7 @@ def test_the_plain_script_trains_before_and_after(before, constant):
     assert [re.search(r"\| pg_loss (-0)", line)[1] for line in steps_of(constant)] == ["-0"] * 2
 
 
-@pytest.mark.parametrize("page", ["quickstart.md", "laptop.md", "recipes.md"])
+@pytest.mark.parametrize("page", ["quickstart.md", "install.md"])
 def test_the_pages_explain_the_red_flags_of_the_recipes_first_step(constant, page):
     raised = re.findall(
         r"^red flag: (\w+) .* or rollouts of other weights \(docs/metrics\.md\)$", constant, re.MULTILINE

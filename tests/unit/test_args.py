@@ -155,15 +155,15 @@ def test_a_megatron_attribute_that_a_release_lacks_is_a_feature_that_is_off():
 
 def test_token_mean_switches_the_flag_on_where_a_release_lacks_it():
     args = parse("--loss-aggregation", "token_mean")
-    assert said(args) == [(ArgumentNotice, "token_mean: --calculate-per-token-loss switched on")]
+    assert said(args) == [(ArgumentNotice, "[R1] token_mean: --calculate-per-token-loss switched on")]
     assert args.calculate_per_token_loss is True
 
 
 @pytest.mark.parametrize(
     ("overrides", "notice"),
     [
-        (mode("token_mean"), "token_mean: --calculate-per-token-loss switched on"),
-        ({PER_TOKEN: True}, "--calculate-per-token-loss: --loss-aggregation is token_mean, not sample_mean"),
+        (mode("token_mean"), "[R1] token_mean: --calculate-per-token-loss switched on"),
+        ({PER_TOKEN: True}, "[R2] --calculate-per-token-loss: --loss-aggregation is token_mean, not sample_mean"),
     ],
 )
 def test_a_flag_that_follows_from_another_is_set_with_a_notice(overrides, notice):
@@ -244,15 +244,18 @@ def test_a_late_change_of_something_else_is_no_business_of_ours():
 
 
 FP16 = (
-    "--fp16: with --num-experts gradients are sums over all positions of the step until finalize; the loss scale "
+    "[W4] --fp16: with --num-experts gradients are sums over all positions of the step until finalize; the loss scale "
     "must absorb it"
 )
 FLOAT32 = (
-    "{} has no effect here: without --bf16 and --fp16, hidden states, weights, logits and their gradients are float32"
+    "[W10] {} has no effect here: without --bf16 and --fp16, hidden states, weights, logits and their gradients are "
+    "float32"
 )
-PRECEDENCE = "--custom-pg-loss-reducer-function-path takes precedence: --loss-aggregation {} does not shape pg_loss"
+PRECEDENCE = (
+    "[W1] --custom-pg-loss-reducer-function-path takes precedence: --loss-aggregation {} does not shape pg_loss"
+)
 # The first 12 digits of the sha256 of user_reducers.py in USER_FILES.
-REDUCED = "pg_loss = (1/{})·Σ reducer(ℓ), reducer user_reducers:turn_mean (user_reducers.py, sha256 450ccdd0cc80)"
+REDUCED = "[W2] pg_loss = (1/{})·Σ reducer(ℓ), reducer user_reducers:turn_mean (user_reducers.py, sha256 450ccdd0cc80)"
 BY_REDUCER, IN_FLOAT32 = path(REDUCER), {"params_dtype": "torch.float32"}
 WARNED = {  # arguments, and the warnings
     "W1 prompt_mean": (BY_REDUCER | mode("prompt_mean"), [PRECEDENCE.format("prompt_mean"), REDUCED.format("N_r")]),
@@ -287,7 +290,7 @@ def test_the_mode_that_precedence_speaks_of_is_the_one_given():
     # Given sample_mean, so no precedence to speak of, although the flag makes it token_mean.
     args = arguments(**path(REDUCER, calculate_per_token_loss=True))
     assert said(args) == [
-        (ArgumentNotice, "--calculate-per-token-loss: --loss-aggregation is token_mean, not sample_mean"),
+        (ArgumentNotice, "[R2] --calculate-per-token-loss: --loss-aggregation is token_mean, not sample_mean"),
         (ArgumentWarning, REDUCED.format("T")),
     ]
 
@@ -296,7 +299,7 @@ def test_the_mode_that_precedence_speaks_of_is_the_one_given():
 def test_the_unit_of_a_reducer_is_the_one_after_reconciliation():
     # The flag was off, token_mean switches it on, so the reducer's sum is divided by T.
     assert said(arguments(**path(REDUCER, **mode("token_mean")))) == [
-        (ArgumentNotice, "token_mean: --calculate-per-token-loss switched on"),
+        (ArgumentNotice, "[R1] token_mean: --calculate-per-token-loss switched on"),
         (ArgumentWarning, PRECEDENCE.format("token_mean")),
         (ArgumentWarning, REDUCED.format("T")),
     ]

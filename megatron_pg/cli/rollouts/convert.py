@@ -279,8 +279,5 @@ def _check_copies(paths: Sequence[str]) -> None:
     for path in paths:
         equal = first.setdefault(os.path.getsize(path), [])
         if same := [other for other in equal if filecmp.cmp(other, path, shallow=False)]:
-            raise InputError(
-                f"{show_path(path)}: is equal to {show_path(same[0])}, so its rollouts would count twice. "
-                "Give every file once."
-            )
+            raise InputError(f"{show_path(path)}: is equal to {show_path(same[0])}. Give every file once.")
         equal.append(path)

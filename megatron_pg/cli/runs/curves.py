@@ -33,6 +33,17 @@ class Run:
     curves: Curves = field(default_factory=dict)
     objectives: dict[int, dict[str, str]] = field(default_factory=dict)  # rows of the banner, by their first step
     nonfinite: dict[str, list[int]] = field(default_factory=dict)  # steps in which a metric was NaN or inf
+    path: Path = Path()  # of the metrics file
+
+    @property
+    def steps(self) -> list[int]:
+        """Every step of the file, in order."""
+        return sorted({step for curve in self.curves.values() for step in curve})
+
+    @property
+    def changes(self) -> list[int]:
+        """The steps from which another objective, aggregation or release was in force."""
+        return sorted(self.objectives)[1:]
 
 
 def add_run_options(parser: argparse.ArgumentParser, *, metrics: str, smooth: float) -> None:
@@ -71,7 +82,7 @@ def read_run(path: Path) -> Run:
     Raises:
         InputError: the file cannot be read, has no step, or a line is not the record of a step.
     """
-    shown, run, size = show_path(path), Run(), 0
+    shown, run, size = show_path(path), Run(path=path), 0
     with opened(path) as file, progress(f"reading {shown}", path.stat().st_size) as update:
         for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE + 1), b""), start=1):
             if len(line) <= _MAX_LINE and not line.endswith(b"\n"):
@@ -144,6 +155,18 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 def rounding_noise(name: str, values: Sequence[float]) -> float:
     """The largest difference between values of a metric that rounding may cause."""
     return max(_ROUNDING_OF.get(name, _ROUNDING), 10 * _ROUNDING * max(map(abs, values)))
+
+
+def typical_range(values: Sequence[float]) -> tuple[float, float] | None:
+    """Limits of an axis without rare values far away, such as those of warm-up steps; None: all values are shown.
+
+    The frame is three times the range of the middle three fifths, if that is less than a quarter of the whole range.
+    """
+    ordered = sorted(values)
+    cut = len(ordered) // 5
+    low, high = ordered[cut], ordered[-1 - cut]
+    frame = low - (high - low), high + (high - low)
+    return frame if 0 < 4 * (frame[1] - frame[0]) < ordered[-1] - ordered[0] else None
 
 
 def constant_range(name: str, values: Sequence[float], margin: float) -> tuple[float, float] | None:

@@ -15,6 +15,7 @@ from megatron_pg.cli.runs.curves import (
     requested_metrics,
     rounding_noise,
     smoothed,
+    typical_range,
 )
 from megatron_pg.cli.runs.pictures import add_picture_options, check_picture, picture
 from megatron_pg.cli.terminal import InputError, say, show_json, table
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         for name in names:
             lines[name][label] = _line(one_run.curves.get(name, {}), tokens, options.smooth)
     if options.output:
-        _draw(lines, options)
+        _draw(lines, sorted({step for one_run in runs.values() for step in one_run.changes}), options)
     if options.json:
         show_json({label: {name: lines[name][label] for name in names if name in runs[label].curves} for label in runs})
     else:
@@ -117,7 +118,8 @@ def small_curve(at: Sequence[int], values: Sequence[float], name: str = "", widt
 # --- picture ---
 
 
-def _draw(lines: Mapping[str, Mapping[str, Line]], options: argparse.Namespace) -> None:
+def _draw(lines: Mapping[str, Mapping[str, Line]], changes: Sequence[int], options: argparse.Namespace) -> None:
+    """A panel for each metric; a dashed line is a step from which another objective was in force."""
     columns = min(len(lines), 3)
     rows = -(-len(lines) // columns)
     with picture(options, rows, columns, (4.2 * columns, 2.9 * rows)) as (figure, axes):
@@ -131,7 +133,9 @@ def _draw(lines: Mapping[str, Mapping[str, Line]], options: argparse.Namespace) 
                 if options.smooth:
                     axis.plot(at, line["values"], color=drawn.get_color(), alpha=0.25, linewidth=0.8)
             values = [value for line in lines[name].values() for value in line["values"]] or [0.0]  # none was finite
-            if limits := constant_range(name, values, margin=0.05):  # as matplotlib draws a constant
+            for step in changes if options.x == "step" else ():
+                axis.axvline(step, color="grey", linestyle="--", linewidth=0.8)
+            if limits := constant_range(name, values, margin=0.05) or typical_range(values):
                 axis.set_ylim(*limits)
             axis.set_title(printable(name), fontsize=10)
             axis.ticklabel_format(axis="y", useOffset=False)

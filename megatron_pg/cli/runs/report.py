@@ -1,6 +1,6 @@
 """`megatron-pg report`: one page about one or several runs, for a browser, without network.
 
-It shows the objective in force, the red flags of the table of metrics, and the curves. plotly, an extra, draws them;
+It shows the effective objective, the red flags of the table of metrics, and the curves. plotly, an extra, draws them;
 its script is in the page.
 """
 
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
         names = list(dict.fromkeys([*_default_metrics(runs), *(flag["metric"] for flag in flags)]))
     curves = {name: {label: one_run.curves.get(name, {}) for label, one_run in runs.items()} for name in names}
     with written_whole(options.output, overwrite=options.overwrite) as scratch:
-        text = page(curves, _objectives(runs), [_cells(flag) for flag in flags], smoothing=options.smooth)
+        text = page(curves, runs, _objectives(runs), [_cells(flag) for flag in flags], smoothing=options.smooth)
         scratch.write_text(text, encoding="utf-8", errors="backslashreplace")  # names come from files
     if options.json:
         show_json(flags)

@@ -1,7 +1,9 @@
 """The page of `megatron-pg report`: tables in HTML, curves by plotly, in the frame of report.html."""
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from html import escape
 from pathlib import Path
 from string import Template
@@ -12,14 +14,14 @@ from plotly.colors import qualitative
 from plotly.offline import get_plotlyjs
 
 from megatron_pg import __version__
-from megatron_pg.cli.runs.curves import Curve, constant_range, smoothed
-from megatron_pg.metrics.limits import LIMITS
+from megatron_pg.cli.runs.curves import Curve, Run, constant_range, smoothed, typical_range
+from megatron_pg.metrics.limits import LIMITS, Limit
 from megatron_pg.metrics.table import METRICS
 
 MOST_POINTS = 4000  # drawn of one curve
 _FRAME = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
 _DOCUMENTED = {metric.name: metric for metric in METRICS}
-_RED = "#b3261e"
+_RED, _GREY = "#b3261e", "#8a93a2"
 _FLAG_HEAD = ("run", "metric", "red flag", "steps", "worst", "where to look")
 
 Styles = Mapping[str, tuple[str, str]]  # dash and color of a run
@@ -27,6 +29,7 @@ Styles = Mapping[str, tuple[str, str]]  # dash and color of a run
 
 def page(
     curves: Mapping[str, Mapping[str, Curve]],
+    runs: Mapping[str, Run],
     objective: Mapping[str, Mapping[str, str]],
     flags: Sequence[Sequence[str]],
     *,
@@ -36,24 +39,34 @@ def page(
 
     Args:
         curves: by metric and run; every metric has all runs.
+        runs: what the metrics files hold.
         objective: rows of the banner, by run and, if they changed, first step.
         flags: cells of each red flag.
         smoothing: weight of the past in the bold curves.
     """
-    runs = list(dict.fromkeys(label for curve_of in curves.values() for label in curve_of))
     styles = dict(zip(runs, itertools.cycle(itertools.product(("solid", "dash", "dot"), qualitative.D3)), strict=False))
-    figures = [figure_of(name, curve_of, styles, smoothing).to_json() for name, curve_of in curves.items()]
+    changes = sorted({step for run in runs.values() for step in run.changes})
+    figures = [figure_of(name, curve_of, styles, smoothing, changes).to_json() for name, curve_of in curves.items()]
     return _FRAME.substitute(
         title=escape(", ".join(runs)),
         plotly=get_plotlyjs(),
-        runs="".join(f'<span><b style="color:{styles[label][1]}">●</b> {escape(label)}</span>' for label in runs),
+        runs="".join(map(_about, runs, runs.values(), (styles[label][1] for label in runs))),
         objective=_objective(objective),
-        flags=_table(_FLAG_HEAD, map(_cells, flags)) if flags else "<p>No limit was touched.</p>",
+        flags=_table(_FLAG_HEAD, map(_cells, flags)) if flags else "<p>No red flags.</p>",
         smoothing=f"{smoothing:g}",
         panels="".join(_panel(number, name) for number, name in enumerate(curves)),
         figures="{" + ",".join(f'"f{i}":{text}' for i, text in enumerate(figures)).replace("<", "\\u003c") + "}",
         version=__version__,
     )
+
+
+def _about(label: str, run: Run, color: str) -> str:
+    """A line about a run: name, file, steps, and when the file was written."""
+    steps = f"steps {run.steps[0]:,} to {run.steps[-1]:,}" if len(run.steps) > 1 else f"step {run.steps[0]:,}"
+    facts = [str(run.path), steps]
+    if run.path.is_file():  # not standard input
+        facts.append(f"written {datetime.fromtimestamp(run.path.stat().st_mtime):%Y-%m-%d %H:%M}")
+    return f'<p><b style="color:{color}">●</b> <b>{escape(label)}</b> {escape(", ".join(facts))}</p>'
 
 
 def _cells(texts: Sequence[str]) -> str:
@@ -78,22 +91,25 @@ def _objective(columns: Mapping[str, Mapping[str, str]]) -> str:
 def _panel(number: int, name: str) -> str:
     metric = _DOCUMENTED.get(name)
     about = escape(f"{metric.equation} [{metric.unit}]: {metric.meaning}".replace("`", "")) if metric else ""
-    note = f'<p class="note" title="{about}">{about}</p>'
+    note = f'<p class="note">{about}</p>'
     return f'<div class="panel"><h3>{escape(name)}</h3>{note}<div id="f{number}"></div></div>'
 
 
-def figure_of(name: str, curves: Mapping[str, Curve], styles: Styles, smoothing: float) -> go.Figure:
-    """A metric's curves, and its limit if it lies within their range."""
+def figure_of(
+    name: str, curves: Mapping[str, Curve], styles: Styles, smoothing: float, changes: Sequence[int] = ()
+) -> go.Figure:
+    """A metric's curves, its limits, and the steps from which another objective was in force.
+
+    A limit that is far from the values is a note instead of a line, so that it does not flatten the curves.
+    """
     figure = go.Figure()
     for label, curve in curves.items():
         _draw(figure, escape(label), curve, styles[label], smoothing)
     values = [value for curve in curves.values() for value in curve.values()] or [0.0]  # none was finite
-    limit = LIMITS.get(name)
-    if limit and not limit.in_step_1:
-        for bound in (limit.low, limit.high):
-            if min(values) <= bound <= max(values):
-                figure.add_hline(bound, line={"color": _RED, "dash": "dot", "width": 1.2}, opacity=1)
-    if limits := constant_range(name, values, margin=0.5):
+    _mark(figure, LIMITS.get(name), min(values), max(values))
+    for step in changes:
+        figure.add_vline(step, line={"color": _GREY, "dash": "dash", "width": 1.5})
+    if limits := constant_range(name, values, margin=0.5) or typical_range(values):
         figure.update_yaxes(range=limits)
     axis: dict[str, Any] = {"showgrid": True, "exponentformat": "power"}
     figure.update_layout(
@@ -106,6 +122,19 @@ def figure_of(name: str, curves: Mapping[str, Curve], styles: Styles, smoothing:
         yaxis=axis,
     )
     return figure
+
+
+def _mark(figure: go.Figure, limit: Limit | None, lowest: float, highest: float) -> None:
+    if limit is None:
+        return
+    near = highest - lowest
+    bounds = [bound for bound in (limit.low, limit.high) if math.isfinite(bound)]
+    if limit.in_step_1 or not all(lowest - near <= bound <= highest + near for bound in bounds):
+        note: dict[str, Any] = {"xref": "paper", "yref": "paper", "x": 1, "y": 1, "xanchor": "right", "yanchor": "top"}
+        figure.add_annotation(text=f"red flag: {limit.bounds}", font={"color": _RED}, showarrow=False, **note)
+        return
+    for bound in bounds:
+        figure.add_hline(bound, line={"color": _RED, "dash": "dot", "width": 1.2}, opacity=1)
 
 
 def _draw(figure: go.Figure, label: str, curve: Curve, style: tuple[str, str], smoothing: float) -> None:

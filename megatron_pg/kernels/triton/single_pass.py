@@ -28,7 +28,7 @@ class Shape:
     @classmethod
     @lru_cache
     def of_row(cls, columns: int, itemsize: int) -> "Shape":
-        """The fastest of those measured on an H200 (docs/kernels.md)."""
+        """The fastest of those measured on an H200 (docs/benchmarks.md)."""
         row_bytes = columns * itemsize
         if row_bytes <= 20 * 2048:
             tiles = -(-row_bytes // 2048)

@@ -37,7 +37,7 @@ class Tiles:
 
     @classmethod
     def of_width(cls, width: int) -> "Tiles":
-        """The fastest measured on an H200 (docs/kernels.md): the end of a tile costs less the wider its sums are."""
+        """The fastest measured on an H200 (docs/benchmarks.md): the end of a tile costs less the wider its sums are."""
         if width < 4096:
             return cls(columns=128, warps=4, programs=2)
         return cls() if width < 8192 else cls(group=16)

@@ -103,9 +103,9 @@ def correction_factors(samples: Sequence[Sample], correction: Correction) -> Fac
     informative = sum(int((old != 0).sum()) for old, _ in trained)  # a certain token is 0 under both
     if informative >= _ENOUGH and all(torch.equal(old, rollout) for old, rollout in trained):
         raise ValueError(
-            f"old_logprobs equal rollout_logprobs in all {informative} trained tokens of a micro-batch, so "
-            f"--pg-correction {correction.name} would correct nothing: the ratio already starts from the rollout "
-            "engine. Recompute old_logprobs with the trainer, or remove the flag."
+            f"old_logprobs equal rollout_logprobs in all {informative} trained tokens of a micro-batch. "
+            f"--pg-correction {correction.name} has nothing to correct; recompute old_logprobs with the trainer, or "
+            "remove the flag."
         )
     if factors_of is None:
         return None

@@ -41,8 +41,8 @@ class RoutedExperts(Payload[Tensor]):
         if twice.any():
             token, layer = twice.nonzero()[0].tolist()
             raise ValueError(
-                f"{label} name an expert twice at token {token}, layer {layer}, so the token would lack one. Was the "
-                "record taken whole, prompt and cached prefixes included?"
+                f"{label} name an expert twice at token {token}, layer {layer}. Was the record taken whole, prompt and "
+                "cached prefixes included?"
             )
 
     def to_json(self, record: Tensor) -> list:

@@ -64,8 +64,8 @@ class HiddenStates(Payload[Tensor]):
             )
         if (k := first_trained(~torch.isfinite(record).all(dim=1), sample.trained)) is not None:
             raise ValueError(
-                f"{label} contain a number that is not finite at response token {k}, which is trained, so the loss "
-                "would not be finite. Mask the token or repair the record."
+                f"{label} contain a number that is not finite at response token {k}, which is trained. Mask the token "
+                "or repair the record."
             )
 
     def to_json(self, record: Tensor) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes.md, run, and the errors of what they found."""
+"""The recipes of docs/quickstart.md and docs/migrating.md, run, and the errors of what they found."""
 
 import json
 import re

@@ -1,9 +1,9 @@
-"""Two files of a user of slime or miles: our reducers from docs/recipes.md, and a reducer in their own form."""
+"""Two files of a user of slime or miles: our reducers from docs/migrating.md, and a reducer in their own form."""
 
 import re
 from pathlib import Path
 
-PAGE = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text(encoding="utf-8")
 
 THEIR_DIVISOR = 1000.0
 THEIRS = f"""

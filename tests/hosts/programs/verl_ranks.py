@@ -433,8 +433,9 @@ def configured(verl: SimpleNamespace) -> dict[str, Any]:
     import verl as package
     from verl.utils.config import omega_conf_to_dataclass
 
-    page = Path(__file__).parents[3] / "docs" / "hosts" / "verl.md"
-    lines = re.findall(r"^    (\"?\+?actor_rollout_ref.*?)(?: \\\\)?$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    page = (Path(__file__).parents[3] / "docs" / "hosts" / "verl.md").read_text(encoding="utf-8")
+    page = page.replace("$PG", re.search(r"^PG=(.*)$", page, re.MULTILINE)[1])  # a variable of the page's script
+    lines = re.findall(r"^    (\"?\+?actor_rollout_ref.*?)(?: \\)?$", page, re.MULTILINE)
     own = [line.strip('"') for line in lines]
     theirs = ["actor.clip_ratio_high=0.28", "actor.use_kl_loss=True", "actor.kl_loss_type=mse"]
     more = [f"actor_rollout_ref.{each}" for each in (*theirs, "actor.use_dynamic_bsz=True", "model.path=toy")]

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch.distributed import distributed_c10d
 
 SILENCE = timedelta(seconds=8)  # that a stopped rank is waited for: --distributed-timeout-minutes of a real job
+NCCL_SILENCE = timedelta(seconds=30)  # on GPUs, where ranks of several jobs share them
 PATIENCE = timedelta(minutes=15)  # for every other wait, and before the fault: a loaded machine is slow
 LOST_STEP, STEPS = 2, 4  # the fault is in the second step, or after it
 
@@ -58,13 +59,24 @@ def lose(kind: str) -> None:
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
 
 
+def error_of(shown: str) -> str:
+    """What a rank's terminal shows last of an error: its class, without the modules, and its text."""
+    *_, last = ["", *re.finditer(r"^(?:\[rank\d\]: )?(?:\w+\.)*(?=\w+Error: )", shown, re.MULTILINE)]
+    return shown[last.end() :][:2000] if last else ""
+
+
+def time_out_after(silence: timedelta) -> None:
+    """Every group's collectives, from now on."""
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(silence, group)
+
+
 def wait_no_longer_than(silence: timedelta) -> None:
     """In every group. A peer that is only slow is then taken for a stopped one, which is the same error.
 
     Between stages a group's first timeout never changes. So every wait gets one, which is longer: the other
     collectives end by their group's.
     """
-    for group in list(distributed_c10d._world.pg_map):
-        distributed_c10d._set_pg_timeout(silence, group)
+    time_out_after(silence)
     wait = distributed_c10d.Work.wait
     distributed_c10d.Work.wait = lambda work, longest=1.5 * silence: wait(work, longest)

@@ -10,10 +10,9 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
-import lost_in_step  # noqa: F401, enables the CPU before plain_after asks for it
 import plain_after
 import torch
-from lost import LOST_STEP, PATIENCE, SILENCE, STEPS, Case, lose, wait_no_longer_than
+from lost import LOST_STEP, NCCL_SILENCE, PATIENCE, SILENCE, STEPS, Case, lose, time_out_after, wait_no_longer_than
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.training import checkpointing
@@ -27,7 +26,7 @@ from megatron_pg.pretrain import pretrain
 FLAGS = """\
     --transformer-impl local --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 12
     --max-position-embeddings 12 --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer --vocab-size 12
-    --make-vocab-size-divisible-by 1 --distributed-backend gloo --use-cpu-initialization
+    --make-vocab-size-divisible-by 1 --use-cpu-initialization
     --no-gradient-accumulation-fusion
     --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion
     --micro-batch-size 4 --global-batch-size 16 --lr 1e-3 --lr-decay-style constant --log-interval 1 --eval-iters 0
@@ -38,8 +37,8 @@ FLAGS = """\
 class Script:
     """The callbacks of a rank's `pretrain`, and its fault."""
 
-    def __init__(self, case: Case, rank: int):
-        self.case, self.is_victim, self.step = case, rank == case.victim, 1
+    def __init__(self, case: Case, rank: int, backend: str):
+        self.case, self.is_victim, self.step, self.backend = case, rank == case.victim, 1, backend
 
     def at(self, point: str) -> None:
         """Every rank passes here; one of them is lost, once."""
@@ -90,16 +89,18 @@ class Script:
         self.step = log.iteration
         self.at("between")
         self.step = log.iteration if self.case.point in ("checkpoint", "writing") else log.iteration + 1
-        if log.iteration == LOST_STEP - 1 and self.case.kind == "stop":
+        if log.iteration == LOST_STEP - 1 and self.backend == "nccl":
+            time_out_after(NCCL_SILENCE)  # of every case: between GPUs of one host no connection closes
+        elif log.iteration == LOST_STEP - 1 and self.case.kind == "stop":
             wait_no_longer_than(SILENCE)
 
 
-def train(case: Case, rank: int) -> None:
+def train(case: Case, rank: int, backend: str = "gloo") -> None:
     """As a launcher starts a rank and the script ends it; the rest of its environment is there."""
     sizes = Layout(case.layout).sizes
     parallel = ["--tensor-model-parallel-size", str(sizes["tp"]), "--pipeline-model-parallel-size", str(sizes["pp"])]
-    sys.argv = ["script", *FLAGS.split(), *parallel, "--train-iters", str(STEPS)]
-    script = Script(case, rank)
+    sys.argv = ["script", *FLAGS.split(), *parallel, "--train-iters", str(STEPS), "--distributed-backend", backend]
+    script = Script(case, rank, backend)
     script.datasets.__func__.is_distributed = True
     pretrain(
         script.datasets,

@@ -12,18 +12,19 @@ import itertools
 import json
 import os
 import random
-import re
 import signal
 import sys
 import time
 from pathlib import Path
 
 import forked
+import lost_in_step  # enables the CPU before lost_in_pretrain asks for it
+
+# isort: split
 import lost_in_pretrain
-import lost_in_step
-import ranks  # enables the CPU before Megatron is imported
+import ranks
 import torch
-from lost import Case
+from lost import Case, error_of
 
 from megatron_pg import RolloutWriter
 from megatron_pg.metrics.file import MetricsFile
@@ -84,12 +85,6 @@ def save_result(case: Case, folder: Path, ended: dict[int, dict]) -> None:
         "seconds": last - float(lost_at.read_text(encoding="utf-8")) if lost_at.exists() else 0.0,
     }
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
-
-
-def error_of(shown: str) -> str:
-    """What a rank's terminal shows last of an error: its class, without the modules, and its text."""
-    *_, last = ["", *re.finditer(r"^(?:\[rank\d\]: )?(?:\w+\.)*(?=\w+Error: )", shown, re.MULTILINE)]
-    return shown[last.end() :][:2000] if last else ""
 
 
 def kill_writers(count: int, out: Path) -> None:

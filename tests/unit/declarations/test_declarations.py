@@ -1,5 +1,5 @@
-"""What is declared once: numbers with their flags, hints for unknown names, functions that are imported when asked
-for."""
+"""What is declared once: numbers with their flags or options, hints for unknown names, functions that are imported when
+asked for."""
 
 import subprocess
 import sys
@@ -14,18 +14,18 @@ from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS
 from megatron_pg.declarations.declaration import Number, did_you_mean, load, resolved
 from megatron_pg.declarations.objectives import OBJECTIVES
 
-LOW = Number(name="my_low", low=0.0, high=1.0, requirement="between 0 and 1", help="A bound.")
-HIGH = Number(name="my_high", low=1.0, high=9.0, requirement="between 1 and 9", help="A bound.")
+LOW = Number(name="low", low=0.0, high=1.0, requirement="between 0 and 1", flag="--pg-my-low")
+HIGH = Number(name="high", low=1.0, high=9.0, requirement="between 1 and 9")
 
 
-def test_a_number_has_the_flag_and_the_argument_of_its_name():
-    assert (LOW.flag, LOW.attribute) == ("--pg-my-low", "pg_my_low")
+def test_a_number_has_a_flag_or_is_an_option_of_its_name():
+    assert (LOW.attribute, HIGH.attribute) == ("pg_my_low", "high")
 
 
 def test_what_is_given_comes_before_the_default_and_zero_is_given():
     reads = {LOW: 0.5, HIGH: 2.0}
-    assert resolved(reads, {"pg_my_low": None, "pg_my_high": 3.0, "pg_other": 7.0}) == {"my_low": 0.5, "my_high": 3.0}
-    assert resolved(reads, {"pg_my_low": 0.0, "pg_my_high": None}) == {"my_low": 0.0, "my_high": 2.0}
+    assert resolved(reads, {"pg_my_low": None, "high": 3.0, "pg_other": 7.0}) == {"low": 0.5, "high": 3.0}
+    assert resolved(reads, {"pg_my_low": 0.0}) == {"low": 0.0, "high": 2.0}
 
 
 @pytest.mark.parametrize("table", [AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS])

@@ -97,7 +97,7 @@ def missing() -> list[str]:
 
 def test_everything_declared_has_its_oracle_its_hand_worked_value_and_its_page():
     found = missing()
-    assert not found, "\n".join(["docs/adding.md says how:", *found])
+    assert not found, "\n".join(["docs/design.md says how:", *found])
 
 
 NEW = {  # lines at the end of a file of the copy
@@ -131,7 +131,7 @@ NAME = test_everything_declared_has_its_oracle_its_hand_worked_value_and_its_pag
 
 
 def test_a_new_entry_of_every_kind_is_named_with_the_files_that_it_lacks(of_a_copy):
-    _, _, message = of_a_copy.partition("AssertionError: docs/adding.md says how:\n")
+    _, _, message = of_a_copy.partition("AssertionError: docs/design.md says how:\n")
     names = {
         "objective": "new_objective",
         "aggregation": "new_mean",

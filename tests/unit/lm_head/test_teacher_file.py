@@ -86,9 +86,7 @@ def test_another_file_is_refused(content, reason, tmp_path):
 
 def test_a_file_that_is_not_there_or_holds_others_is_named(tmp_path):
     write_head(tmp_path / "h", WEIGHT, "lm_head.weight")
-    with pytest.raises(
-        ValueError, match=r"\(it holds lm_head.weight, model.norm.weight\)\. Give PATH:NAME"
-    ):
+    with pytest.raises(ValueError, match=r"\(it holds lm_head.weight, model.norm.weight\)\. Give PATH:NAME"):
         TeacherHead.of(str(tmp_path / "h"))
     with pytest.raises(ValueError, match="No such file"):
         TeacherHead.of(str(tmp_path / "nothing"))

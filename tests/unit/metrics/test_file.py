@@ -81,7 +81,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_first_step(tmp_pat
     (tmp_path / "folder").mkdir()
     if name == "m.jsonl":  # a full disk shows when what was written is forced out
         monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(ValueError, match=r"cannot be written \(.*\), so the run would leave no metrics"):
+    with pytest.raises(ValueError, match=r"cannot be written \(.*\)\. Make room"):
         MetricsFile(tmp_path / name)
 
 

@@ -80,7 +80,7 @@ def test_a_strong_fault_is_named_and_nothing_else(cause, world, evidence):
 
 @pytest.mark.proof("Mismatch: rollouts without a fault raise no alarm")
 def test_rounding_alone_is_noise(world, full, evidence):
-    seeds = range(40 if full else 4)
+    seeds = range(40 if full else 3)
     for seed in seeds:
         variant = replace(world, seed=seed, sharpness=1.2 + 0.3 * (seed % 6), noise=(0.3, 1.0, 2.0)[seed % 3])
         with torch.no_grad():
@@ -229,13 +229,17 @@ def test_a_spread_beyond_rounding_is_no_head(scale):
 
 
 def test_tokens_at_the_edge_of_a_template_are_kept():
-    """`lasts` tokens are left out, and not one more."""
+    """`lasts` tokens are left out, and not one more; the spread at the first tokens is not taken for the head's."""
     logits, tokens, rng = contexts(16)
     engine, position = logprobs(logits, tokens), np.tile(np.arange(150), 40)
     trainer = near(engine, rng.normal(0, 1, 6000) * (0.005 + 0.5 * np.exp(-position / 6)))
-    course = diagnosis._Course(gap_from(engine, trainer, ids=tokens), LEVEL)
+    gap = gap_from(engine, trainer, ids=tokens)
+    course = diagnosis._Course(gap, LEVEL)
     diagnosis._test_documents(course)
     assert course.gap.position.min() == course.tests[0].estimate["lasts"]
+    (test,) = diagnose(gap).found
+    assert test.cause == "template"
+    assert 16 <= test.estimate["lasts"] <= 64
 
 
 def test_of_two_files_the_one_that_is_further_is_named():
@@ -262,7 +266,8 @@ NOISES = {
 @pytest.mark.proof("Mismatch: noise of other shapes and levels raises no alarm")
 @pytest.mark.parametrize("shape", NOISES)
 def test_noise_of_any_shape_is_no_finding(shape, full, evidence):
-    for seed in range(25 if full else 3):
+    seeds = range(25) if full else [list(NOISES).index(shape) % 3]  # in the default tier one level for each shape
+    for seed in seeds:
         logits, tokens, rng = contexts(seed)
         engine = logprobs(logits, tokens)
         level = (0.001, 0.01, 0.03)[seed % 3]
@@ -271,7 +276,7 @@ def test_noise_of_any_shape_is_no_finding(shape, full, evidence):
         ages = {"step": np.arange(60) // 8, "weight_version": np.arange(60) // 8 - (np.arange(60) % 3)}
         gap = gap_from(engine, trainer, documents=60, ids=tokens, groups=groups, **ages)
         assert diagnose(gap).found == [], seed
-    evidence(cases=25 if full else 3)
+    evidence(cases=len(seeds))
 
 
 # --- estimates ---
@@ -394,17 +399,6 @@ def test_a_group_is_named_with_its_ratio(world):
     assert only["ratio"] > 1.5
 
 
-def test_the_begin_of_documents_is_left_out_of_what_follows():
-    """A spread at the first tokens is of the template, not of the head."""
-    logits, tokens, rng = contexts(16)
-    engine = logprobs(logits, tokens)
-    position = np.tile(np.arange(150), 40)
-    trainer = near(engine, rng.normal(0, 1, 6000) * (0.005 + 0.5 * np.exp(-position / 6)))
-    (test,) = diagnose(gap_from(engine, trainer, ids=tokens)).found
-    assert test.cause == "template"
-    assert 16 <= test.estimate["lasts"] <= 64
-
-
 # --- statistics against plain sums ---
 
 
@@ -422,7 +416,7 @@ def test_a_mean_over_documents_is_that_of_a_loop():
 @pytest.mark.parametrize("freedom", [11, 20, 63, 500])
 @pytest.mark.parametrize("t", [0.0, 1.0, 2.5, 4.0, -1.5])
 def test_the_tail_is_that_of_students_t(t, freedom):
-    x = np.linspace(t, t + 400.0, 2_000_001)
+    x = np.linspace(t, t + 400.0, 100_001)
     log_density = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - 0.5 * math.log(freedom * math.pi)
     density = np.exp(log_density - (freedom + 1) / 2 * np.log1p(x * x / freedom))
     exact = float(((density[1:] + density[:-1]) / 2).sum() * (x[1] - x[0]))

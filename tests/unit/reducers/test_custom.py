@@ -117,7 +117,5 @@ def test_a_reducer_whose_value_depends_on_the_cut_is_refused_at_startup(write, c
 
 def test_a_reducer_with_negative_weights_is_a_warning(write):
     path = write(body("lambda x: -(x * mask).sum()"))
-    with pytest.warns(
-        ArgumentWarning, match="gives a token the weight -1, so a loss would be raised where it should fall"
-    ):
+    with pytest.warns(ArgumentWarning, match="gives a token the negative weight -1. Check its sign"):
         load_custom_reducer(path, calculate_per_token_loss=False)

@@ -87,7 +87,7 @@ def test_tensors_and_arrays_are_taken():
         ({"prompt_ids": [1]}, "prompt_ids has 1 entries for 2 rewards"),
         ({"rollout_ids": [1]}, "rollout_ids has 1 entries for 2 rewards"),
         ({"rollout_ids": [1, 1]}, "rollout 1 of prompt 1 has samples with different rewards"),
-        ({"prompt_ids": [1, 2]}, "prompt 1 has one rollout, so group_mean would be 0"),
+        ({"prompt_ids": [1, 2]}, "prompt 1 has one rollout, and group_mean compares several"),
         ({"prompt_ids": [1, None]}, "prompt_ids[1]=None is neither"),
         ({"rewards": [0.0, float("nan")]}, "rewards[1]=nan is not a finite number"),
         ({"rewards": [0.0, "1"]}, "rewards[1]='1' is not a finite number"),

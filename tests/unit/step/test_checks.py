@@ -289,7 +289,7 @@ def test_only_fsdp2_is_recognized_by_its_inherited_scaling():
 @pytest.mark.parametrize(
     ("kind", "release", "settings", "experts", "message"),
     [
-        (TorchFullyShardedDataParallel, (0, 19, 2), {"per_token": True}, 8, "would count every position"),
+        (TorchFullyShardedDataParallel, (0, 19, 2), {"per_token": True}, 8, "use Megatron-FSDP"),
         (TorchFullyShardedDataParallel, (0, 19, 2), {"per_token": True}, None, None),
         (TorchFullyShardedDataParallel, (0, 19, 2), {"per_token": False}, 8, None),
         (TorchFullyShardedDataParallel, (0, 19, 2), {"head_mode": "recompute"}, None, "the fused head reads it later"),

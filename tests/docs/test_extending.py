@@ -1,5 +1,5 @@
-"""docs/adding.md, executed: a user's objective, and an objective and an aggregation that are declared while the test
-runs."""
+"""docs/extending.md and docs/design.md, executed: a custom objective, and an objective and an aggregation that are
+declared while the test runs."""
 
 import argparse
 import dataclasses
@@ -26,7 +26,7 @@ from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS
 from megatron_pg.declarations.declaration import load
-from megatron_pg.declarations.objectives import OBJECTIVES, numbers
+from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.flags.banner import banner
 from megatron_pg.flags.import_path import source_of
 from megatron_pg.kernels import LossTerms
@@ -39,9 +39,10 @@ PACKAGE = DOCS.parent / "megatron_pg"
 
 
 def blocks() -> dict[str, str]:
-    """The page's python blocks by the file name in their first line."""
-    page = (DOCS / "adding.md").read_text(encoding="utf-8")
-    return {name: source for source, name in re.findall(r"```python(?: excerpt)?\n(# (\S+)\n.*?)```", page, re.DOTALL)}
+    """The pages' python blocks by the file name in their first line."""
+    pages = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("extending.md", "design.md"))
+    found = re.findall(r"```python(?: excerpt)?\n(# ([\w/]+\.py)\b.*?)```", pages, re.DOTALL)
+    return {name: source for source, name in found}
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -51,7 +52,7 @@ def parse(*words: str) -> argparse.Namespace:
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     """What the page's user's file and its flags come to."""
-    (flags,) = re.findall(r"```bash\nGRPO_ARGS=\((.*?)\)\n```", (DOCS / "adding.md").read_text("utf-8"), re.DOTALL)
+    (flags,) = re.findall(r"```bash\nGRPO_ARGS=\((.*?)\)\n```", (DOCS / "extending.md").read_text("utf-8"), re.DOTALL)
     (tmp_path / "my_rl").mkdir()
     (tmp_path / "my_rl" / "objectives.py").write_text(blocks()["my_rl/objectives.py"], encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
@@ -59,6 +60,7 @@ def settings(tmp_path, monkeypatch):
     with pytest.warns(match=r"ℓ is the objective my_rl.objectives:soft_clip \(objectives.py, sha256"):
         validate_args(args)
     assert "--pg-custom-objective-path my_rl.objectives:soft_clip" in banner(args)
+    assert LossSettings.from_args(args).terms.objective.parameters.knee == 2
     return LossSettings.from_args(args)
 
 
@@ -84,7 +86,7 @@ def test_the_users_objective_is_what_the_page_says(settings):
     tokens = Tokens(logprobs=log_ratios - 1, old_logprobs=-ones, advantages=ones, log_ratios=log_ratios)
     found = objective.loss(tokens, objective.parameters)
     r = log_ratios.detach().exp()
-    wanted = -torch.stack([r[0], r[1], (r[2] * 1.28).sqrt(), r[3]])
+    wanted = -torch.stack([r[0], r[1], (r[2] * 2).sqrt(), r[3]])
     assert torch.allclose(found, wanted, rtol=1e-14)
 
 
@@ -107,7 +109,7 @@ def test_the_users_objective_does_not_depend_on_the_layout(settings):
 
 def test_the_users_metric_is_exact_in_every_layout(settings, tmp_path):
     (tmp_path / "my_rl" / "watched.py").write_text(blocks()["my_rl/watched.py"], encoding="utf-8")
-    args = parse("--pg-custom-objective-path", "my_rl.watched:watched", "--pg-clip-eps-high", "0.28")
+    args = parse("--pg-custom-objective-path", "my_rl.watched:watched,knee=1.28")
     with pytest.warns(match="ℓ is the objective my_rl.watched:watched"):
         validate_args(args)
     objective = LossSettings.from_args(args).terms.objective
@@ -129,8 +131,8 @@ def test_the_users_metric_is_exact_in_every_layout(settings, tmp_path):
 
 def test_the_users_row_is_the_users_objective_in_the_kernels(settings, tmp_path):
     (tmp_path / "my_rl" / "kernel.py").write_text(blocks()["my_rl/kernel.py"], encoding="utf-8")
-    found = load_custom_objective("my_rl.kernel:soft_clip_by_kernel", clip_eps_high=0.28)
-    assert found.token_kernel.numbers == (0.28,)
+    found = load_custom_objective("my_rl.kernel:soft_clip_by_kernel", knee=2.0)
+    assert found.token_kernel.numbers == (2.0,)
     losses = []
     for objective in (settings.terms.objective, found):
         rng = random.Random(7)
@@ -147,15 +149,14 @@ def test_the_users_row_is_the_users_objective_in_the_kernels(settings, tmp_path)
 @pytest.mark.usefixtures("declared")
 def test_a_declared_objective_is_in_flags_checks_banner_and_help():
     text = add_arguments(argparse.ArgumentParser()).format_help()
-    assert "root_clip" in text
-    assert "--pg-knee" in text
-    args = validate_args(parse("--pg-objective", "root_clip", "--pg-knee", "0.5"))
+    assert "root_clip[,knee=]" in re.sub(r"\s+", "", text)
+    args = validate_args(parse("--pg-objective", "root_clip,knee=0.5"))
     assert "s = √(r·(1 + knee))" in banner(args)
-    assert "s = r up to 1 + 0.5  (--pg-knee)" in banner(args)
+    assert "s = r up to 1 + 0.5  (knee)" in banner(args)
     refused = {
-        "--pg-objective root_clip --pg-knee 11": "--pg-knee must be between 0 and 10, got 11.0",
-        "--pg-knee 0.5": "--pg-knee has no effect with --pg-objective grpo; remove it",
-        "--pg-objective root_clip --pg-dual-clip 2": "--pg-dual-clip has no effect with --pg-objective root_clip",
+        "--pg-objective root_clip,knee=11": "--pg-objective root_clip,knee=11 must be between 0 and 10",
+        "--pg-objective grpo,knee=0.5": "--pg-objective grpo,knee=0.5 has no effect; remove it",
+        "--pg-objective root_clip,cap=2": "--pg-objective root_clip,cap=2 has no effect; remove it",
     }
     for words, message in refused.items():
         with pytest.raises(ArgumentError, match=re.escape(message)):
@@ -176,12 +177,12 @@ def test_a_declared_aggregation_is_in_flags_checks_and_banner():
 
 @pytest.mark.usefixtures("declared")
 def test_the_console_explains_and_validates_what_is_declared(capsys):
-    words = ["--loss-aggregation", "root_mean", "--pg-objective", "root_clip", "--pg-knee", "0.5"]
+    words = ["--loss-aggregation", "root_mean", "--pg-objective", "root_clip,knee=0.5"]
     assert main(["validate", *words]) == 0
     capsys.readouterr()
     assert main(["explain", *words, "--lengths", "4,100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["objective"]["knee"] == "s = r up to 1 + 0.5  (--pg-knee)"
+    assert found["objective"]["knee"] == "s = r up to 1 + 0.5  (knee)"
     assert found["elsewhere"] == "no flag of other frameworks"
     assert [row["answer"] for row in found["weights"]] == [2.0, 10.0]  # √M, in units of 1/N_r
     assert main(["validate", "--loss-aggregation", "sqrt_mean"]) == 2
@@ -191,7 +192,7 @@ def test_the_console_explains_and_validates_what_is_declared(capsys):
 @pytest.mark.usefixtures("declared")
 def test_what_is_declared_trains_and_has_metrics():
     assert plan_step([4, 9, 0], aggregation="root_mean").denominators.tolist() == [6.0, 9.0, 3.0]
-    args = validate_args(parse("--loss-aggregation", "root_mean", "--pg-objective", "root_clip", "--pg-knee", "0.05"))
+    args = validate_args(parse("--loss-aggregation", "root_mean", "--pg-objective", "root_clip,knee=0.05"))
     settings = LossSettings.from_args(args)
     assert settings.terms.objective.parameters.knee == 0.05
     assert "clipped_high_fraction" in [metric.name for metric in settings.metrics.metrics]
@@ -203,22 +204,18 @@ def test_what_is_declared_trains_and_has_metrics():
     assert found.reported != plain.reported
 
 
-@pytest.mark.parametrize("names", [OBJECTIVES, KL_ESTIMATORS, DENOMINATORS])
-def test_the_page_of_objectives_names_every_choice(names):
-    page = (DOCS / "objectives.md").read_text(encoding="utf-8")
-    assert [name for name in names if f"`{name}`" not in page] == []
-
-
-def test_the_page_of_objectives_names_every_flag_and_correction():
-    page = (DOCS / "objectives.md").read_text(encoding="utf-8")
-    assert [name for name in CORRECTIONS if f"`{name}`" not in page] == []
-    stems = {re.sub("-(low|high|pos|neg)$", "", number.flag) for number in numbers()}
-    assert [stem for stem in stems if stem not in page] == []
+def test_the_guides_name_every_choice_and_number():
+    guides = ("objectives.md", "corrections.md", "loss_terms.md")
+    text = "".join((DOCS / name).read_text(encoding="utf-8") for name in guides)
+    names = [*OBJECTIVES, *KL_ESTIMATORS, *DENOMINATORS, *CORRECTIONS]
+    assert [name for name in names if f"`{name}" not in text] == []
+    numbers = {number for each in (*OBJECTIVES.values(), *CORRECTIONS.values()) for number in each.numbers}
+    assert [number for number in numbers if (number.flag or f"{number.name}=") not in text] == []
 
 
 def test_a_structural_term_is_at_most_twelve_files_each_of_which_has_its_counterpart():
-    page = (DOCS / "adding.md").read_text(encoding="utf-8")
-    section = page.partition("## A structural loss term")[2].partition("\n## ")[0]
+    page = (DOCS / "design.md").read_text(encoding="utf-8")
+    section = page.partition("### A structural loss term")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(.+?)` \| .+ \| `(.+?)` \|$", section, re.MULTILINE)
     assert 6 < len(rows) <= 12
     for path, counterpart in rows:
