@@ -252,10 +252,8 @@ def _math(formulas: tuple[str, ...]) -> tuple[str, ...]:
 
 def _numbers(reads: Reads) -> str:
     """Flags and options that set the numbers, each with its default."""
-    shown = (
-        f"`{number.flag or number.name}` " + ("required" if value is None else f"{value:g}".replace("inf", "∞"))
-        for number, value in reads.items()
-    )
+    default = lambda value: "…" if value is None else f"{value:g}".replace("inf", "∞")  # noqa: E731
+    shown = (f"`{number.flag or number.name}{' ' if number.flag else '='}{default(v)}`" for number, v in reads.items())
     return ", ".join(shown) or "–"
 
 
@@ -264,7 +262,7 @@ def objectives() -> str:
     rows = [
         (f"`{name}`", LOSSES.get(name, each.formula), _numbers(each.numbers)) for name, each in OBJECTIVES.items()
     ]
-    return table(("objective", "loss ℓ of a token", "numbers and defaults"), rows)
+    return table(("objective", "loss ℓ of a token", "numbers and defaults (…: required)"), rows)
 
 
 def corrections() -> str:
@@ -273,10 +271,10 @@ def corrections() -> str:
     rows = []
     for name, each in CORRECTIONS.items():
         if name != "none":
-            words = "".join(f"`{word}` required, " for word in each.words)
+            words = "".join(f"`{word}=…`, " for word in each.words)
             effect = FACTORS.get(name, each.formula)
             rows.append((f"`{name}`", effect, words + _numbers(each.numbers), rejects[each.rejects]))
-    return table(("correction", "what it does to ℓ", "options and defaults", "rejects tokens"), rows)
+    return table(("correction", "what it does to ℓ", "options and defaults (…: required)", "rejects tokens"), rows)
 
 
 def causes() -> str:
