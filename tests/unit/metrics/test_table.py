@@ -53,11 +53,6 @@ def value(name: str, *batches: TokenValues, features=("clip",)) -> float | None:
     return finished(*batches, features=features).get(name)
 
 
-def test_the_page_names_every_metric():
-    page = PAGE.read_text(encoding="utf-8")
-    assert all(f"`{metric.name}`" in page for metric in METRICS if metric.kind != "part")
-
-
 def test_names_are_unique_and_levels_are_nested():
     names = [metric.name for metric in METRICS]
     assert len(set(names)) == len(names)
