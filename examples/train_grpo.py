@@ -72,14 +72,15 @@ from megatron_pg import (
     PackedBatch,
     RolloutFileError,
     Sample,
+    StepLog,
     cut_microbatches,
     cut_steps,
     read_rollouts,
     read_steps,
+    step_record,
 )
 from megatron_pg.plan.collectives import all_gather_rows
 from megatron_pg.pretrain import pretrain
-from megatron_pg.step.log import StepLog, step_record
 
 
 def add_example_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -20,25 +20,36 @@ if TYPE_CHECKING:
     from megatron_pg.batch import cut_steps as cut_steps
     from megatron_pg.batch import read_steps as read_steps
     from megatron_pg.batch.pack import pack as pack  # a static reader takes batch.pack for the module
+    from megatron_pg.declarations.loss_terms import LossTerm as LossTerm
+    from megatron_pg.flags.banner import describe as describe
+    from megatron_pg.metrics.file import MetricsFile as MetricsFile
+    from megatron_pg.metrics.reporting import CallbackError as CallbackError
     from megatron_pg.plan.documents import DocumentAccumulator as DocumentAccumulator
     from megatron_pg.plan.documents import Documents as Documents
     from megatron_pg.plan.documents import EndOfDocuments as EndOfDocuments
     from megatron_pg.plan.documents import Packing as Packing
     from megatron_pg.plan.documents import Position as Position
     from megatron_pg.plan.documents import StepRule as StepRule
+    from megatron_pg.plan.errors import LostPeerError as LostPeerError
+    from megatron_pg.plan.errors import NonFiniteLossError as NonFiniteLossError
+    from megatron_pg.plan.errors import ScheduleError as ScheduleError
     from megatron_pg.plan.errors import StepPlanError as StepPlanError
     from megatron_pg.plan.plan import StepPlan as StepPlan
     from megatron_pg.plan.plan import plan_step as plan_step
     from megatron_pg.plan.settings import LossSettings as LossSettings
+    from megatron_pg.plan.shared_documents import SharedDocumentAccumulator as SharedDocumentAccumulator
     from megatron_pg.rollouts.advantages import Advantages as Advantages
     from megatron_pg.rollouts.advantages import group_advantages as group_advantages
     from megatron_pg.rollouts.file import RolloutWriter as RolloutWriter
     from megatron_pg.rollouts.file import read_rollouts as read_rollouts
     from megatron_pg.rollouts.lines import RolloutFileError as RolloutFileError
+    from megatron_pg.rollouts.lines import RolloutWriteError as RolloutWriteError
     from megatron_pg.rollouts.sample import Sample as Sample
     from megatron_pg.step.experts import RoutingReplay as RoutingReplay
+    from megatron_pg.step.findings import StepReport as StepReport
     from megatron_pg.step.forward_step import PolicyGradientStep as PolicyGradientStep
     from megatron_pg.step.log import StepLog as StepLog
+    from megatron_pg.step.log import step_record as step_record
     from megatron_pg.step.loss_scaling import LossScaling as LossScaling
 
 __version__ = "0.3.0"
@@ -46,18 +57,24 @@ __version__ = "0.3.0"
 _NAMES = {
     "args": "ArgumentError ArgumentNotice ArgumentWarning add_arguments validate_args",
     "batch": "ContextRanks PackedBatch cut_microbatches cut_over_ranks cut_steps pack read_steps",
-    "rollouts.advantages": "Advantages group_advantages",
-    "rollouts.file": "RolloutWriter read_rollouts",
-    "rollouts.lines": "RolloutFileError",
-    "rollouts.sample": "Sample",
-    "step.loss_scaling": "LossScaling",
+    "declarations.loss_terms": "LossTerm",
+    "flags.banner": "describe",
+    "metrics.file": "MetricsFile",
+    "metrics.reporting": "CallbackError",
     "plan.documents": "DocumentAccumulator Documents EndOfDocuments Packing Position StepRule",
-    "plan.errors": "StepPlanError",
-    "step.experts": "RoutingReplay",
-    "step.forward_step": "PolicyGradientStep",
-    "step.log": "StepLog",
+    "plan.errors": "LostPeerError NonFiniteLossError ScheduleError StepPlanError",
     "plan.plan": "StepPlan plan_step",
     "plan.settings": "LossSettings",
+    "plan.shared_documents": "SharedDocumentAccumulator",
+    "rollouts.advantages": "Advantages group_advantages",
+    "rollouts.file": "RolloutWriter read_rollouts",
+    "rollouts.lines": "RolloutFileError RolloutWriteError",
+    "rollouts.sample": "Sample",
+    "step.experts": "RoutingReplay",
+    "step.findings": "StepReport",
+    "step.forward_step": "PolicyGradientStep",
+    "step.log": "StepLog step_record",
+    "step.loss_scaling": "LossScaling",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
