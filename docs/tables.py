@@ -259,7 +259,9 @@ def _numbers(reads: Reads) -> str:
 
 def objectives() -> str:
     """Formula and numbers of every objective."""
-    rows = [(f"`{name}`", LOSSES.get(name, each.formula), _numbers(each.numbers)) for name, each in OBJECTIVES.items()]
+    rows = [
+        (f"`{name}`", LOSSES.get(name, each.formula), _numbers(each.numbers)) for name, each in OBJECTIVES.items()
+    ]
     return table(("objective", "loss ℓ of a token", "numbers and defaults (…: required)"), rows)
 
 
