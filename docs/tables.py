@@ -17,7 +17,7 @@ from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS
 from megatron_pg.declarations.declaration import Reads
 from megatron_pg.declarations.loss_terms import KINDS
 from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.metrics.limits import LIMITS, SIGNS
+from megatron_pg.metrics.limits import SIGNS
 from megatron_pg.metrics.table import METRICS, Metric
 from megatron_pg.mismatch.causes import CAUSES
 
@@ -220,19 +220,15 @@ def signs() -> str:
     return table(("metric", "healthy", "red flag"), [(f"`{name}`", *map(str, pair)) for name, pair in SIGNS.items()])
 
 
-def red_flags() -> str:
-    """The limits that the console and the report check."""
-    rows = [(f"`{name}`", limit.bounds, limit.cause) for name, limit in LIMITS.items()]
-    return table(("metric", "red flag", "where to look"), rows)
-
-
 def metric_names() -> str:
-    """What it is called elsewhere."""
+    """What it is called elsewhere, where two frameworks or more have it."""
     shown = [m.name for m in METRICS if m.kind != "part"]
     if unknown := ELSEWHERE.keys() - shown:
         raise ValueError(f"{', '.join(sorted(unknown))}: no metric has this name")
     rows = [
-        (f"`{name}`", *(ELSEWHERE[name].get(each, "–") for each in FRAMEWORKS)) for name in shown if name in ELSEWHERE
+        (f"`{name}`", *(ELSEWHERE[name].get(each, "–") for each in FRAMEWORKS))
+        for name in shown
+        if len(ELSEWHERE.get(name, ())) > 1
     ]
     return table(("metric", *FRAMEWORKS), rows)
 
@@ -259,9 +255,7 @@ def _numbers(reads: Reads) -> str:
 
 def objectives() -> str:
     """Formula and numbers of every objective."""
-    rows = [
-        (f"`{name}`", LOSSES.get(name, each.formula), _numbers(each.numbers)) for name, each in OBJECTIVES.items()
-    ]
+    rows = [(f"`{name}`", LOSSES.get(name, each.formula), _numbers(each.numbers)) for name, each in OBJECTIVES.items()]
     return table(("objective", "loss ℓ of a token", "numbers and defaults (…: required)"), rows)
 
 
@@ -294,7 +288,6 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "cli.md": {"commands": commands},
     "metrics.md": {"metrics": metrics, "signs": signs, "metric names": metric_names},
     "mismatch.md": {"causes": causes},
-    "monitoring.md": {"red flags": red_flags},
     "aggregation.md": {"aggregations": aggregations},
     "objectives.md": {"objectives": objectives},
     "corrections.md": {"corrections": corrections},
