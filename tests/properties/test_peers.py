@@ -553,6 +553,7 @@ def test_every_row_of_the_pages_has_a_test():
         *("`m2po`", "`clip_cov`", "`kl_cov`", "`top_entropy`"),  # of whole steps: tests/properties/test_selections.py
         "`rejection`",  # below
         *("`scheduled`", "`live`", "`kept`"),
+        *("`k1`", "`k2`", "`k3`", "`abs`", "`k1_weighted`", "`k3_weighted`"),
     }
     assert first_cells("migrating.md") | first_cells("objectives.md") | first_cells("corrections.md") <= tested
 
