@@ -222,10 +222,11 @@ def dumped(record: dict) -> str:
 
 HEAD = """# Proof
 
-`make prove` runs all tests marked as proof and writes this page; `make prove PART=kernels` replaces one part. It fails if
-a row has a failure or no case. A row that could not run keeps its earlier figures, with their date. A case is named in brackets, or is one random step, layout or input. The relative error is the largest of all cases:
-relative to Σ|w·ℓ| for losses and to the largest entry for gradients. The tolerance is the asserted bound. If a row has
-neither, its check is exact or yes-or-no. [Aggregation](aggregation.md) says what is being proved.
+`make prove` runs all tests marked as proof and writes this page; `make prove PART=kernels` replaces one part. It fails
+if a row has a failure or no case. A row that could not run keeps its earlier figures, with their date. A case is named
+in brackets, or is a random step, layout or input. The relative error is the largest of all cases: relative to Σ|w·ℓ|
+for losses and to the largest entry for gradients. The tolerance is the asserted bound; a check without one is exact.
+[Aggregation](aggregation.md) says what is being proved.
 
 """
 COLUMNS = {  # head and cell
