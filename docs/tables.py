@@ -13,12 +13,11 @@ from pathlib import Path
 from megatron_pg.args import add_arguments, own_arguments
 from megatron_pg.cli import SUBCOMMANDS
 from megatron_pg.declarations.aggregations import AGGREGATIONS
-from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS
 from megatron_pg.declarations.declaration import Reads
 from megatron_pg.declarations.loss_terms import KINDS
 from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.metrics.limits import LIMITS, SIGNS
+from megatron_pg.metrics.limits import SIGNS
 from megatron_pg.metrics.table import METRICS, Metric
 from megatron_pg.mismatch.causes import CAUSES
 
@@ -131,6 +130,53 @@ DIVIDED_BY = {
     "ratio": "formed from reduced sums",
     "rank": "formed from each rank's sums",
 }
+# The formulas of the declarations in LaTeX. An entry that is missing here is shown as it is declared.
+LOSSES_OF_AGGREGATIONS = {
+    "sample_mean": (
+        r"\frac{1}{N_r}\sum_{\mathrm{rollouts}}\frac{\sum_t m_t\,\ell_t}{M_{\mathrm{rollout}}}",
+        r"N_r\,M_{\mathrm{rollout}}",
+    ),
+    "prompt_mean": (
+        r"\frac{1}{P}\sum_{\mathrm{prompts}}\frac{\sum_t m_t\,\ell_t}{M_{\mathrm{group}}}",
+        r"P\,M_{\mathrm{group}}",
+    ),
+    "token_mean": (r"\frac{1}{T}\sum_t m_t\,\ell_t", "T"),
+    "constant": (r"\frac{1}{N_r\,L}\sum_t m_t\,\ell_t", r"N_r\,L"),
+}
+_PI_OLD = r"\pi_{\mathrm{old}}"
+LOSSES = {
+    "grpo": r"$-\min(rA,\ \mathrm{clip}(r)\,A)$",
+    "dual_clip": r"$\ell_{\mathrm{grpo}}$; if $A<0$: $\min(\ell_{\mathrm{grpo}},\ -cA)$, c = `cap`",
+    "gspo": r"$-\min(R\bar A,\ \mathrm{clip}(R)\,\bar A)$",
+    "gspo_token": r"$-\min(sA,\ \mathrm{clip}(s)\,A)$, $s=\mathrm{sg}[R]\,\pi/\mathrm{sg}[\pi]$",
+    "cispo": r"$-\mathrm{sg}[\min(\max(r,\,1-\varepsilon_{\mathrm{low}}),\,c)]\,A\log\pi$, c = `cap`",
+    "sapo": r"$-\frac{4}{\tau}\,\sigma(\tau(r-1))\,A$, τ by the sign of A",
+    "dppo_tv": r"$-\mathrm{sg}[\min(r,c)]\,A\log\pi$, or 0 if A pushes π further out of "
+    rf"$\lvert\pi-{_PI_OLD}\rvert\le\delta$; c = `cap`",
+    "dppo_kl": r"as `dppo_tv`, with $D\le\delta$, D the KL divergence of the token against all others",
+    "reinforce": r"$-A\log\pi$",
+    "reinforce_is": "$-rA$",
+    "dro": r"$-A\log\pi+\frac{\beta}{2}(\log r)^2$, β = `beta`",
+    "topr": r"$-\mathrm{sg}[c]\,A\log\pi$, $c=1$ if $A\ge 0$, else $\min(W,1)$",
+    "topr_token": r"$-\mathrm{sg}[c]\,A\log\pi$, $c=1$ if $A\ge 0$, else $\min(r,1)$",
+    "ipo": rf"$-rA\,[-\delta_{{\mathrm{{low}}}}\le\pi-{_PI_OLD}\le\delta_{{\mathrm{{high}}}}]+\tau(\log r)^2$",
+    "vespo": r"$-\mathrm{sg}[W^{k}e^{\lambda(1-W)}]\,A\log\pi$, k and λ by the sign of A",
+    "gmpo": r"$-GA$, G = geometric mean of the clipped r over the sequence",
+}
+FACTORS = {
+    "tis": r"times $\min(\max(\rho,\mathrm{low}),\mathrm{high})$",
+    "seq_tis": r"times $\min(\max(P,\mathrm{low}),\mathrm{high})$",
+    "icepop": r"times ρ if $\mathrm{low}\le\rho\le\mathrm{high}$, else 0",
+    "mis": r"times P if $\mathrm{low}\le P\le\mathrm{high}$, else 0",
+    "seq_mask_tis": r"times ρ if the sequence's geometric mean of ρ is in $[\mathrm{low},\mathrm{high}]$, else 0",
+    "opsm": r"0 if $A<0$ and the sequence's mean of $\log\pi_{\mathrm{rollout}}-\log\pi$ exceeds high",
+    "opsm_old": r"0 if $A<0$ and the sequence's mean of $\log\pi_{\mathrm{old}}-\log\pi$ exceeds high",
+    "rejection": r"0 unless `estimator` of log ρ at `level` is in $[\mathrm{low},\mathrm{high}]$",
+    "m2po": r"0 for the tokens with the largest $(\log\rho)^2$, as few as bring its mean to at most high",
+    "clip_cov": r"0 for $\lfloor fT\rfloor$ tokens, drawn from those with $\mathrm{low}<\mathrm{cov}<\mathrm{high}$",
+    "kl_cov": r"plus $\beta\lvert\log r\rvert$ for the $\lfloor fT\rfloor$ tokens with the largest cov, β = `coef`",
+    "top_entropy": r"0 for the tokens whose $H_{\mathrm{old}}$ is below the $1-f$ quantile of the step",
+}
 Rows = list[tuple[str, ...]]
 
 
@@ -174,58 +220,55 @@ def signs() -> str:
     return table(("metric", "healthy", "red flag"), [(f"`{name}`", *map(str, pair)) for name, pair in SIGNS.items()])
 
 
-def red_flags() -> str:
-    """The limits that the console and the report check."""
-    rows = [(f"`{name}`", limit.bounds, limit.cause) for name, limit in LIMITS.items()]
-    return table(("metric", "red flag", "where to look"), rows)
-
-
 def metric_names() -> str:
-    """What it is called elsewhere."""
+    """What it is called elsewhere, where two frameworks or more have it."""
     shown = [m.name for m in METRICS if m.kind != "part"]
     if unknown := ELSEWHERE.keys() - shown:
         raise ValueError(f"{', '.join(sorted(unknown))}: no metric has this name")
     rows = [
-        (f"`{name}`", *(ELSEWHERE[name].get(each, "–") for each in FRAMEWORKS)) for name in shown if name in ELSEWHERE
+        (f"`{name}`", *(ELSEWHERE[name].get(each, "–") for each in FRAMEWORKS))
+        for name in shown
+        if len(ELSEWHERE.get(name, ())) > 1
     ]
     return table(("metric", *FRAMEWORKS), rows)
 
 
 def aggregations() -> str:
-    """Formula and denominator of every aggregation."""
-    rows = []
-    counted, tokens, _ = DENOMINATORS["scheduled"]
-    for name, each in AGGREGATIONS.items():
-        symbol, _, words = each.denominator.replace("{divisor:.12g}", "L").partition(":")
-        words = words.strip().format(counted=counted, tokens=tokens)
-        rows.append((f"`{name}`", each.formula, symbol, words, each.elsewhere))
-    return table(("`--loss-aggregation`", "policy term", "δ of a sample", "in words", "elsewhere"), rows)
+    """Loss and denominator of every aggregation."""
+    rows = [
+        (f"`{name}`", *_math(LOSSES_OF_AGGREGATIONS.get(name, (each.formula, each.denominator))), each.elsewhere)
+        for name, each in AGGREGATIONS.items()
+    ]
+    return table(("`--loss-aggregation`", "policy loss", "δ of a sample", "elsewhere"), rows)
+
+
+def _math(formulas: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"${formula}$" for formula in formulas)
 
 
 def _numbers(reads: Reads) -> str:
-    default = lambda value: "required" if value is None else f"{value:g}"  # noqa: E731
-    return ", ".join(f"`{number.flag or number.name}` ({default(value)})" for number, value in reads.items()) or "none"
+    """Flags and options that set the numbers, each with its default."""
+    default = lambda value: "…" if value is None else f"{value:g}".replace("inf", "∞")  # noqa: E731
+    shown = (f"`{number.flag or number.name}{' ' if number.flag else '='}{default(v)}`" for number, v in reads.items())
+    return ", ".join(shown) or "–"
 
 
 def objectives() -> str:
     """Formula and numbers of every objective."""
-    rows = [(f"`{name}`", each.formula, _numbers(each.numbers)) for name, each in OBJECTIVES.items()]
-    return table(("objective", "loss of a token", "numbers (default)"), rows)
+    rows = [(f"`{name}`", LOSSES.get(name, each.formula), _numbers(each.numbers)) for name, each in OBJECTIVES.items()]
+    return table(("objective", "loss ℓ of a token", "numbers and defaults (…: required)"), rows)
 
 
 def corrections() -> str:
-    """Factor and bounds of every correction."""
-    rows = [
-        (
-            f"`{name}`",
-            each.formula.format(level="the level's", estimator="estimator"),
-            ", ".join([*(f"`{word}` (required)" for word in each.words), _numbers(each.numbers)]),
-            {None: "no", "data": "yes"}.get(each.rejects, "by the model"),
-        )
-        for name, each in CORRECTIONS.items()
-        if name != "none"
-    ]
-    return table(("correction", "the policy term's factor", "options (default)", "rejects tokens"), rows)
+    """Effect and options of every correction."""
+    rejects = {None: "no", "data": "yes", "model": "yes, known after the forward"}
+    rows = []
+    for name, each in CORRECTIONS.items():
+        if name != "none":
+            words = "".join(f"`{word}=…`, " for word in each.words)
+            effect = FACTORS.get(name, each.formula)
+            rows.append((f"`{name}`", effect, words + _numbers(each.numbers), rejects[each.rejects]))
+    return table(("correction", "what it does to ℓ", "options and defaults (…: required)", "rejects tokens"), rows)
 
 
 def causes() -> str:
@@ -245,9 +288,9 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "cli.md": {"commands": commands},
     "metrics.md": {"metrics": metrics, "signs": signs, "metric names": metric_names},
     "mismatch.md": {"causes": causes},
-    "monitoring.md": {"red flags": red_flags},
     "aggregation.md": {"aggregations": aggregations},
-    "objectives.md": {"objectives": objectives, "corrections": corrections},
+    "objectives.md": {"objectives": objectives},
+    "corrections.md": {"corrections": corrections},
 }
 
 

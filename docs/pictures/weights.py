@@ -1,4 +1,4 @@
-"""docs/choosing.md: what a short and a long answer weigh under each aggregation, out of plan_step.
+"""docs/aggregation.md: what a short and a long answer weigh under each aggregation, out of plan_step.
 
 PYTHONPATH=papers python docs/pictures/weights.py
 """

@@ -112,7 +112,8 @@ def _run(argv: list[str], name: str | None) -> int:
 def _parse(argv: list[str], name: str | None) -> argparse.Namespace:
     parser = _parser(name)
     options, words = parser.parse_known_args(argv)
-    if empty := [option for option, value in vars(options).items() if value == []]:  # argparse reads --flag=-- so
+    given = vars(options).items()  # argparse reads --flag=-- as the empty list
+    if empty := [option for option, value in given if value == [] or (isinstance(value, list) and [] in value)]:
         raise InputError(f"--{empty[0].replace('_', '-')} has no value: -- is not one. Give one.")
     if name in LAUNCHES:
         options.words = words

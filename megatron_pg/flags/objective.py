@@ -37,7 +37,7 @@ def add_objective_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(str(CLIP_EPS_HIGH.flag), type=float, metavar="EPS", help=high)
     correction = (
         "Correction of the policy loss for the mismatch of trainer and rollout engine, with its options: "
-        f"{_listed(CORRECTIONS)}. An option in brackets has a default. docs/objectives.md has the formulas. Default "
+        f"{_listed(CORRECTIONS)}. An option in brackets has a default. docs/corrections.md has the formulas. Default "
         "none."
     )
     group.add_argument("--pg-correction", default="none", metavar="NAME[,OPTION=X]...", help=correction)

@@ -11,6 +11,7 @@ from pathlib import Path
 import processes
 import pytest
 from rollout_files import HEADER, RECORD, malformed_lines, write_lines
+from step_oracle import Document, denominators
 
 from megatron_pg import read_rollouts
 from megatron_pg.cli.rollouts.compare import digest_rollouts
@@ -54,19 +55,10 @@ def oracle(records: list[dict], mode: str, divisor: float) -> dict:
     losses, ess, mass = [], [], defaultdict(float)
     for step in dict.fromkeys(r["step"] for r in records):
         rows = [r for r in records if r["step"] == step]
-        of_rollout, of_prompt = defaultdict(int), defaultdict(int)
-        for r in rows:
-            of_rollout[r["rollout_id"]] += sum(r["loss_mask"])
-            of_prompt[r["prompt_id"]] += sum(r["loss_mask"])
-        total = sum(of_rollout.values())
-        weights, loss = [], []
-        for r in rows:
-            delta = {
-                "sample_mean": len(of_rollout) * max(of_rollout[r["rollout_id"]], 1),
-                "prompt_mean": len(of_prompt) * max(of_prompt[r["prompt_id"]], 1),
-                "token_mean": total,
-                "constant": len(of_rollout) * divisor,
-            }[mode]
+        ids = [{name: r[name] for name in ("rollout_id", "prompt_id")} for r in rows]
+        documents, counts = [Document(None, None, None, **own) for own in ids], [sum(r["loss_mask"]) for r in rows]
+        total, weights, loss = sum(counts), [], []
+        for r, delta in zip(rows, denominators(documents, counts, mode, divisor), strict=True):
             for t, bit in enumerate(r["loss_mask"]):
                 if bit:
                     a = r["advantage"][t] if isinstance(r["advantage"], list) else r["advantage"]

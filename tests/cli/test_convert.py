@@ -147,7 +147,7 @@ BAD_SLIME = {
     "tokens in words": ({"tokens": "abc"}, "tokens='abc' has the wrong type"),
     "no tokens": ({"tokens": None}, "missing tokens. Give a dump with tokens."),
     "a mask of weights": ({"loss_mask": [0.5, 1, 1]}, "must be 0 or 1, got 0.5"),
-    "a positive log-probability": ({"rollout_log_probs": [1.0, -1, -1]}, "log-probabilities are at most 0"),
+    "a positive log-probability": ({"rollout_log_probs": [1.0, -1, -1]}, "Log-probabilities are at most 0"),
     "a log-probability that is not finite": ({"rollout_log_probs": [math.nan, -1, -1]}, "old_logprobs="),
     "siblings with different rewards": (
         {"rollout_id": 40, "group_index": 1, "reward": 0.25},

@@ -173,3 +173,8 @@ def test_a_file_that_is_written_to_a_full_disk_names_the_output(refusal, tmp_pat
         f"megatron-pg convert: {tmp_path / 'out.jsonl'}: cannot be written (No space left on device). "
         "Free disk space, or give another path.\n"
     )
+
+
+@pytest.mark.parametrize("words", ["--column=--", "--column tokens=a --column=--"])
+def test_a_column_that_argparse_reads_as_no_value_is_refused(cli, words):
+    assert "--column has no value: -- is not one" in cli.refused(f"convert --format jsonl {words} --output a b")

@@ -92,12 +92,6 @@ def test_advantages_do_not_depend_on_how_steps_are_split_into_files(convert, fil
     evidence(cases=count, worst=worst, tolerance=1e-15)
 
 
-def test_a_prompt_in_two_steps_is_refused(refused, files):
-    paths = files([line("q", 1.0), line("q", 0.0)], [line("q", 0.0, 1), line("q", 0.0, 1)])
-    message = refused("--format jsonl --advantage group_mean", *paths)
-    assert "part1.jsonl:1: prompt_id 'q' is also in step 0, but must be in one step." in message
-
-
 def test_an_undefined_advantage_names_the_option(refused, files):
     message = refused("--format jsonl --advantage rloo", *files([line("q", 1.0)], [line("p", 0.0)]))
     assert message.startswith("megatron-pg convert: --advantage rloo: prompt 'q' has one rollout")

@@ -19,6 +19,7 @@ import weights
 import zigzag
 
 from megatron_pg import add_arguments, validate_args
+from megatron_pg.args import own_arguments
 from megatron_pg.flags import errors
 from megatron_pg.flags.banner import banner
 from megatron_pg.hosts.startup import add_host_arguments
@@ -98,7 +99,7 @@ def test_every_flag_of_ours_that_a_page_names_exists(page):
 
 def test_the_page_of_flags_has_every_flag():
     page = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
-    flags = [f for action in add_arguments(ArgumentParser(add_help=False))._actions for f in action.option_strings]
+    flags = [f"--{name.replace('_', '-')}" for name in own_arguments()]
     assert [flag for flag in flags if f"`{flag}`" not in page] == []
 
 
@@ -186,7 +187,7 @@ def constants_of_the_code() -> list[str]:
 
 
 def test_every_rule_of_the_code_has_one_row_with_cause_and_fix():
-    """The number of a rule is a text of its own, or begins the text of a message."""
+    """The number of a rule is a separate text, or begins the text of a message."""
     found = {match[1] for text in constants_of_the_code() if (match := re.match(r"\[?([EWR]\d+)(?:\]? |$)", text))}
     rows = re.findall(r'^\| <a id="(\w+)"></a>(\w+) \| (.+) \| (.+) \|$', MESSAGES.read_text("utf-8"), re.MULTILINE)
     assert len(rows) > 60

@@ -126,12 +126,13 @@ def test_rows_are_merged(monkeypatch):
     page = proof.page(
         {"parts": {"units": {"date": "2026-01-01", "seconds": 90, "machine": "2 CPU cores"}}, "rows": rows}
     )
-    assert "| Check | Cases | Failures | Relative error | Tolerance | Seconds |" in page
-    assert "| kept | 1 | 0 |  |  | 1 |" in page
-    assert f"| replaced ({datetime.date.today()}, 4 CPU cores) | 2 | 0 | 1.0e-09 | 1.0e-06 | 1 |" in page
+    assert "| Check | Cases | Failures | Relative error | Tolerance | Slowest case, s | Seconds |" in page
+    assert "| kept | 1 | 0 |  |  |  | 1 |" in page
+    assert f"| replaced ({datetime.date.today()}, 4 CPU cores) | 2 | 0 | 1.0e-09 | 1.0e-06 |  | 1 |" in page
     assert "| new. **Not run**: new |" in page
     assert "| absent. **Not run**: needs a checkout |" in page
-    assert "| [units](#units) | 5 | 2 | 2 |" in page
+    assert "| **units**, 2 minutes |" in page
+    assert "2026-01-01, 2 CPU cores, unless a row names others." in page
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def test_a_launch(command, files, full, evidence):
         flags = [*options, *command_line(rng, TRAINING, files)]
         return [command, *flags] if rng.random() < 0.95 else [*flags, command]
 
-    evidence(cases=hostile.cases(command, 12_000 if full else 150, words))
+    evidence(cases=hostile.cases(command, 12_000 if full else 60, words))
 
 
 GIVEN = {
@@ -143,7 +143,7 @@ def test_a_tool(command, files, full, evidence, monkeypatch):
         return [command, *given, *flags] if rng.random() < 0.5 else [command, *flags, *given]
 
     few = {"report": 400, "plot": 1_500}  # pictures and pages take their time
-    evidence(cases=hostile.cases(command, few.get(command, 4_000) if full else 25, words))
+    evidence(cases=hostile.cases(command, few.get(command, 4_000) if full else 10, words))
 
 
 def test_no_subcommand_is_forgotten():

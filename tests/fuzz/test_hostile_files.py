@@ -37,7 +37,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.proof("Fuzz: rollout files: what read_rollouts refuses, compare refuses with its message, and no other")
 def test_compare_reads_what_training_reads(full, evidence):
-    count, refused = 20_000 if full else 300, 0
+    count, refused = 20_000 if full else 120, 0
     for number in range(count):
         rng = random.Random(number)
         Path("rollouts.jsonl").write_bytes(Mutator(rng).text(ROLLOUTS, changes=rng.choice([0, 1, 1, 2])))
@@ -100,7 +100,7 @@ def test_a_file_of_text(name, full, evidence):
         command = rng.choice(commands).split()
         return [*command, name, *(["--output", "out", "--overwrite"] if command[0] == "convert" else [])]
 
-    evidence(cases=hostile.cases(name, 5_000 if full else 40, words))
+    evidence(cases=hostile.cases(name, 5_000 if full else 20, words))
 
 
 @pytest.mark.proof(FILES)
@@ -111,7 +111,7 @@ def test_a_picture_or_page_of_a_file(full, evidence):
         Path(name).write_bytes(Mutator(rng).text(TEXTS[name][0], changes=rng.choice([1, 2])))
         return [command, name, "--output", output, "--overwrite"]
 
-    evidence(cases=hostile.cases("pictures", 1_000 if full else 6, words))
+    evidence(cases=hostile.cases("pictures", 1_000 if full else 4, words))
 
 
 def shared(depth: int) -> list:
@@ -206,7 +206,7 @@ def test_a_file_of_tensors(full, evidence):
         framework = rng.choice(["slime", "miles"])
         return ["convert", "dump.pt", "--format", framework, *advantage, *more, "--output", "out", "--overwrite"]
 
-    evidence(cases=hostile.cases("tensors", 8_000 if full else 80, words))
+    evidence(cases=hostile.cases("tensors", 8_000 if full else 30, words))
 
 
 SYMBOLS = "+ ( ) { ; & | <<EOF > 2>&1 ' \" $' $( ` \\ $ * # $1 ${X:-1} python uv env A=1 -m -- t.py --pg-objective é"
@@ -230,4 +230,4 @@ def test_a_command_line(full, evidence):
         Path("job.txt").write_bytes(Mutator(rng).damaged(text) if rng.random() < 0.1 else text)
         return [rng.choice(["validate", "explain"]), "--args-file", "job.txt"]
 
-    evidence(cases=hostile.cases("command lines", 4_000 if full else 50, words))
+    evidence(cases=hostile.cases("command lines", 4_000 if full else 25, words))

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -221,52 +222,49 @@ def dumped(record: dict) -> str:
 
 HEAD = """# Proof
 
-What the tests marked as proof have shown. `make prove` runs all of them, part after part, and writes this page;
-`make prove PART=kernels` runs one part and replaces its rows. It fails if a row has a failure or no case.
-A row that could not run on the machine says so. It keeps the figures of an earlier run, with their date.
-
-A case is named in brackets, or is one random step, layout or input. The relative error is the largest of all cases:
-relative to Σ|w·ℓ| for losses and to the largest entry for gradients. The tolerance is the asserted bound. If a row has
-neither, its check is exact or yes-or-no. [aggregation.md](aggregation.md) says what is being proved.
+`make prove` runs all tests marked as proof and writes this page; `make prove PART=kernels` replaces one part. It fails
+if a row has a failure or no case. A row that could not run keeps its earlier figures, with their date. A case is named
+in brackets, or is a random step, layout or input. The relative error is the largest of all cases: relative to Σ|w·ℓ|
+for losses and to the largest entry for gradients. The tolerance is the asserted bound; a check without one is exact.
+[Aggregation](aggregation.md) says what is being proved.
 
 """
-COLUMNS = {  # head and cell; a column that a part does not use is left out
+COLUMNS = {  # head and cell
     "cases": ("Cases", "{:,}"),
     "failures": ("Failures", "{}"),
     "error": ("Relative error", "{:.1e}"),
     "tolerance": ("Tolerance", "{:.1e}"),
-    "slowest": ("Slowest case, seconds", "{:.1f}"),
+    "slowest": ("Slowest case, s", "{:.1f}"),
     "seconds": ("Seconds", "{:.0f}"),
 }
 
 
 def page(record: dict) -> str:
-    """docs/proof.md."""
-    lines = ["| Part | Rows | Not run | Minutes |", "|---|---:|---:|---:|"]
-    sections = []
+    """docs/proof.md: one table, in which a bold row begins each part."""
+    heads = [head for head, _ in COLUMNS.values()]
+    lines = [f"| Check | {' | '.join(heads)} |", "|---" + "|---:" * len(heads) + "|"]
+    usual = _usual(record)
     for part, run in record["parts"].items():
         rows = {name: row for name, row in record["rows"].items() if row["part"] == part}
-        absent = sum(not row.get("cases") for row in rows.values())
-        minutes = f"{run['seconds'] / 60:.0f}" if run else "not run as a whole"
-        lines.append(f"| [{part}](#{part}) | {len(rows)} | {absent} | {minutes} |")
-        when = f"{run['date']}, {run['machine']}. " if run else ""
-        sections.append(f"\n## {part}\n\n{when}Command: `make prove PART={part}`.\n\n{_table(rows, run)}")
-    return HEAD + "\n".join(lines) + "\n" + "".join(sections)
+        minutes = f"{run['seconds'] / 60:.0f} minutes" if run else "not run as a whole"
+        lines.append(f"| **{part}**, {minutes} |" + " |" * len(heads))
+        lines += [_line(name, row, usual) for name, row in rows.items()]
+    return f"{HEAD}{', '.join(usual)}, unless a row names others.\n\n" + "\n".join(lines) + "\n"
 
 
-def _table(rows: dict[str, dict], run: dict) -> str:
-    used = [key for key in COLUMNS if any(row.get(key) is not None for row in rows.values())]
-    lines = ["| Check | " + " | ".join(COLUMNS[key][0] for key in used) + " |", "|---" + "|---:" * len(used) + "|"]
-    for name, row in rows.items():
-        cells = [COLUMNS[key][1].format(row[key]) if row.get(key) is not None else "" for key in used]
-        if not row.get("cases"):
-            name, cells = f"{name}. **Not run**: {row.get('missing', 'new')}", [""] * len(used)
-        elif run and (differs := [row[key] for key in ("date", "machine") if row[key] != run[key]]):
-            name = f"{name} ({', '.join(differs)})"
-        elif not run:
-            name = f"{name} ({row['date']})"
-        lines.append(f"| {name.replace('|', chr(92) + '|')} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+def _usual(record: dict) -> tuple[str, str]:
+    """Date and machine of most rows."""
+    stamps = Counter((row["date"], row["machine"]) for row in record["rows"].values() if row.get("cases"))
+    return stamps.most_common(1)[0][0] if stamps else ("never", "no machine")
+
+
+def _line(name: str, row: dict, usual: tuple[str, str]) -> str:
+    cells = [form.format(row[key]) if row.get(key) is not None else "" for key, (_, form) in COLUMNS.items()]
+    if not row.get("cases"):
+        name, cells = f"{name}. **Not run**: {row.get('missing', 'new')}", [""] * len(COLUMNS)
+    elif differs := [text for text, most in zip((row["date"], row["machine"]), usual, strict=True) if text != most]:
+        name = f"{name} ({', '.join(differs)})"
+    return f"| {name.replace('|', chr(92) + '|')} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def test_every_pair_of_values_meets_the_second_table(values, evidence):
 def test_random_combinations_meet_the_second_table(full, evidence):
     rng = random.Random(8)
     combinations = []
-    for _ in range(5000 if full else 300):
+    for _ in range(5000 if full else 100):
         bad = rng.choice([0.0, 0.0, 0.03, 0.3])  # mostly refused by one or two rules, or by none
         usual = rng.choice([0.5, 0.8, 0.9])  # share of arguments that are left as they are
         given = {
@@ -190,6 +190,13 @@ def test_random_combinations_meet_the_second_table(full, evidence):
     assert verdicts == {"refused", "accepted"}
     check(combinations)
     evidence(cases=len(combinations))
+
+
+@pytest.mark.usefixtures("user_code")
+def test_every_combination_of_the_four_aggregation_arguments_meets_the_second_table():
+    usual = {name: good[0] for name, (_, good, _) in FACTORS.items()}
+    four = {name: FACTORS[name][1] for name in ("mode", "flag", "divisor", "path")}
+    check([usual | dict(zip(four, values, strict=True)) for values in itertools.product(*four.values())])
 
 
 @pytest.mark.usefixtures("user_code")

@@ -242,7 +242,7 @@ def test_weight_0_changes_no_bit_of_a_step_whose_mask_is_0(layout, full, evidenc
     [
         (torch.nan, "is nan at response token .*, which --pg-term t:opd reads"),
         (-torch.inf, "is -inf at response token .*, which --pg-term t:opd reads"),
-        (1.5, "teacher_logprobs of sample .* reach 1.5, log-probabilities are at most 0"),
+        (1.5, "teacher_logprobs of sample .* reach 1.5. Log-probabilities are at most 0"),
         (None, "has no teacher_logprobs, which --pg-term t:opd needs"),
     ],
 )

@@ -1,7 +1,5 @@
 """The whole step through Megatron's schedules, DDP and finalize, on real ranks over gloo."""
 
-import argparse
-
 import launches
 import processes
 import pytest
@@ -47,9 +45,6 @@ from rank_cases import (
     reference_of,
 )
 from rank_model import OPTIONS
-
-from megatron_pg.args import add_arguments
-from megatron_pg.flags.megatron import RULE_ARGUMENTS
 
 PREDICTED = ("mtp_loss", "mtp_acceptance", "loss")
 
@@ -333,11 +328,6 @@ def test_an_argument_that_differs_between_ranks_stops_every_rank_at_startup(faul
         assert f"[E23] ranks disagree on {shown}: rank 0 has " in error["message"]
         assert ", rank 1 has " in error["message"]
     evidence(cases=1)
-
-
-def test_every_argument_that_a_rule_reads_is_compared_between_the_ranks():
-    own = vars(add_arguments(argparse.ArgumentParser()).parse_args([]))
-    assert set(STARTUP) == {*own, *RULE_ARGUMENTS}
 
 
 def test_one_ranks_own_mistake_stops_every_rank_at_startup(faulty):

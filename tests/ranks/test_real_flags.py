@@ -3,13 +3,12 @@ model."""
 
 import json
 import random
-import re
 from pathlib import Path
 
 import example_runs
 import launches
 import pytest
-from processes import ROOT, records
+from processes import records
 
 from megatron_pg import RolloutWriter, Sample
 
@@ -171,11 +170,3 @@ def test_flags_that_need_a_gpu_end_with_the_message_of_the_page(runs, full, evid
         assert 0 not in codes(runs[flags, 2]), flags
         assert message in (runs[flags, 2] / "0.err").read_text(encoding="utf-8"), flags
         evidence(cases=1)
-
-
-def test_the_page_has_a_row_for_every_flag_that_was_run():
-    page = (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8")
-    table = page.split("## Megatron flags that were tested")[1].split("\n## ")[0]
-    for flags in (*SAME, *MODELS, *REFUSED):
-        for flag in re.findall(r"--[\w-]+", flags):
-            assert flag in table, flag

@@ -43,69 +43,6 @@ def test_the_helper_has_every_attribute_that_the_rules_read():
     assert set(RULE_ARGUMENTS) <= vars(arguments()).keys()
 
 
-# Every combination of mode (-: not given), per-token flag, divisor (16.0) and reducer: the rules that refuse it, or
-# what it becomes.
-COMBINATIONS = """
--            off  -  -        -> sample_mean  off
--            off  L  -        -> E9
--            off  -  reducer  -> sample_mean  off  W2
--            off  L  reducer  -> E10
--            on   -  -        -> token_mean   on   R2
--            on   L  -        -> E9
--            on   -  reducer  -> token_mean   on   R2 W2
--            on   L  reducer  -> E10
-sample_mean  off  -  -        -> sample_mean  off
-sample_mean  off  L  -        -> E9
-sample_mean  off  -  reducer  -> sample_mean  off  W1 W2
-sample_mean  off  L  reducer  -> E10
-sample_mean  on   -  -        -> E11
-sample_mean  on   L  -        -> E11 E9
-sample_mean  on   -  reducer  -> E11
-sample_mean  on   L  reducer  -> E10 E11
-prompt_mean  off  -  -        -> prompt_mean  off
-prompt_mean  off  L  -        -> E9
-prompt_mean  off  -  reducer  -> prompt_mean  off  W1 W2
-prompt_mean  off  L  reducer  -> E10
-prompt_mean  on   -  -        -> E11
-prompt_mean  on   L  -        -> E11 E9
-prompt_mean  on   -  reducer  -> E11
-prompt_mean  on   L  reducer  -> E10 E11
-token_mean   off  -  -        -> token_mean   on   R1
-token_mean   off  L  -        -> E9
-token_mean   off  -  reducer  -> token_mean   on   R1 W1 W2
-token_mean   off  L  reducer  -> E10
-token_mean   on   -  -        -> token_mean   on
-token_mean   on   L  -        -> E9
-token_mean   on   -  reducer  -> token_mean   on   W1 W2
-token_mean   on   L  reducer  -> E10
-constant     off  -  -        -> E5
-constant     off  L  -        -> constant     off
-constant     off  -  reducer  -> constant     off  W1 W2
-constant     off  L  reducer  -> E10
-constant     on   -  -        -> E11 E5
-constant     on   L  -        -> E11
-constant     on   -  reducer  -> E11
-constant     on   L  reducer  -> E10 E11
-"""
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS.strip().splitlines())
-@pytest.mark.usefixtures("user_code")
-def test_every_combination_of_the_four_aggregation_arguments(combination):
-    given, _, expected = (words.split() for words in combination.partition("->"))
-    args = arguments(
-        loss_aggregation=None if given[0] == "-" else given[0],
-        calculate_per_token_loss=given[1] == "on",
-        loss_aggregation_divisor=16.0 if given[2] == "L" else None,
-        custom_pg_loss_reducer_function_path=REDUCER if given[3] == "reducer" else None,
-    )
-    if expected[0].startswith("E"):
-        assert sorted(rule for rule, _ in refused(args)) == sorted(expected)
-        return
-    messages = ids(said(args))
-    assert [args.loss_aggregation, "on" if args.calculate_per_token_loss else "off", *messages] == expected
-
-
 def test_two_independent_errors_arrive_in_one_exception():
     args = arguments(**mode("dr_grpo", pg_temperature=0.0))
     with pytest.raises(ValueError, match="megatron_pg found 2 problem") as caught:

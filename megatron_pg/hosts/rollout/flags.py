@@ -13,7 +13,7 @@ _EPS_CLIP = 0.2  # their default of both
 _TIS = {"tis_clip_low": ("low", 0.0), "tis_clip": ("high", 2.0)}  # the option of tis, and their default
 _ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}  # low_var_kl is k3 with a cap of 10
 _UNSUPPORTED = {  # flags whose effect lies in the loss that ours replaces, and the replacement
-    "custom_tis_function_path": "remove it and choose a --pg-correction (docs/objectives.md)",
+    "custom_tis_function_path": "remove it and choose a --pg-correction (docs/corrections.md)",
     "use_opsm": "give --pg-correction opsm_old,high=… or opsm,high=…",
     "eps_clip_c": "give --pg-objective dual_clip,cap=…",
     "get_mismatch_metrics": "remove it; --pg-metrics has them where samples have rollout log-probabilities",

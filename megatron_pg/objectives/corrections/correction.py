@@ -4,7 +4,7 @@
 
 All but opsm depend on data alone, so they are made on the CPU from whole samples, before denominators are counted and
 before context parallelism slices anything: a factor is one more weight. Log-ratios and their sums are clamped to
-±MAX_LOG_RATIO before exp. docs/objectives.md has the sources.
+±MAX_LOG_RATIO before exp. docs/corrections.md has the sources.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,7 +3,7 @@
     cov = (A - mean A)(log π_old - mean log π_old),   d = log π_old - log π_rollout
 
 The tokens stand in an order that no layout changes: by samples, then within the sample. Of equal keys the earlier comes
-first. Sums are exact, so every choice has the same tokens however the step is cut. docs/objectives.md has the sources.
+first. Sums are exact, so every choice has the same tokens however the step is cut. docs/corrections.md has the sources.
 """
 
 import bisect

@@ -1,5 +1,5 @@
-"""What `megatron-pg mismatch` makes of known faults: `python tests/helpers/cases/mismatch_table.py` prints the tables
-of docs/mismatch.md.
+"""What `megatron-pg mismatch` makes of known faults: `python tests/helpers/cases/mismatch_table.py` prints them as
+tables.
 
 Every world has a sharpness, a noise level and its own number of documents; 48 faults (each cause four times) at three
 strengths, 40 pairs of strong faults and 40 sets of rollouts without a fault. Pairs with a wrong vocabulary take it at

@@ -6,6 +6,9 @@ from itertools import product
 
 from processes import gradients, report, worst_difference
 
+from megatron_pg.args import own_arguments
+from megatron_pg.flags.megatron import RULE_ARGUMENTS
+
 MODES = ["sample_mean", "prompt_mean", "token_mean", "constant"]
 EVERY_MODE = " ".join(MODES)
 LIMIT = 2e-6
@@ -160,23 +163,8 @@ DOCUMENTS = words("""
 """)
 DOCUMENTS_4 = crossed("dp2cp2 dp2cp2t", EVERY_MODE, "docs")
 EVALUATIONS = ["dp2-constant-evaluate", "tp2s-constant-fused-evaluate", "pp2-prompt_mean-fused-evaluate"]
-# arguments that rank 1 has otherwise
-STARTUP = words("""
-    loss_aggregation loss_aggregation_divisor custom_pg_loss_reducer_function_path calculate_per_token_loss
-    pg_clip_eps_low pg_clip_eps_high pg_temperature pg_metrics pg_kernel pg_objective pg_dry_run pg_no_mismatch_advice
-    pg_custom_objective_path pg_correction seed pg_denominator pg_kl_coef pg_kl_estimator pg_entropy_coef
-    pg_aux_aggregation pg_term pg_sampling_mask_missing pg_sampling_mask_entropy
-    pg_mtp_aggregation pg_grad_divisor docs_per_step docs_per_step_policy docs_per_step_end docs_per_step_drop_position
-    context_parallel_size cuda_graph_impl cuda_graph_modules cuda_graph_scope dataloader_type
-    data_parallel_sharding_strategy data_parallel_size moe_router_load_balancing_type expert_model_parallel_size
-    num_distributed_optimizer_instances pipeline_model_parallel_size ddp_average_in_collective fp16
-    gtp_weight_remat_size dynamic_context_parallel hybrid_context_parallel iterations_to_skip moe_aux_loss_coeff
-    moe_z_loss_coeff mtp_loss_scaling_factor mtp_num_layers num_experts decrease_batch_size_if_needed
-    rampup_batch_size recompute_granularity train_samples perform_rl_step sft tensor_model_parallel_size
-    use_megatron_fsdp use_torch_fsdp2 fp32_lm_head fp32_lm_head_backward pg_fused_head pg_vocab_size
-    cross_entropy_loss_fusion defer_embedding_wgrad_compute loss_scale output_logit_dtype padded_vocab_size use_mup
-    fp8_output_proj params_dtype eval_interval eval_iters
-""")
+# arguments that rank 1 has otherwise: all that are the package's, and those that its rules read
+STARTUP = sorted({*own_arguments(), *RULE_ARGUMENTS})
 # case: what every rank's message says, in order of the ranks (one text: the same on both)
 FAULTS = {
     **dict.fromkeys(

@@ -32,7 +32,7 @@ FOLDERS = (
 # same one.
 PACKAGE = Path(importlib.util.find_spec("megatron_pg").origin).parents[1]
 ENVIRONMENT = dict(os.environ)  # before any test changes it: other threads launch during the tests
-HANG = 1800.0  # seconds after which a process is given up; no test is about time, and a loaded machine is slow
+HANG = 7200.0  # seconds after which a process is given up; no test is about time, and a loaded machine is slow
 
 
 def environment(*first: Path) -> dict[str, str]:
@@ -106,7 +106,7 @@ def compiled_by(script: str, *words: str, first: Sequence[Path] = (), **variable
     they are imported."""
     command = [sys.executable, script, *words]
     env = environment(*first) | {"TRITON_INTERPRET": "0"} | variables
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=env, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, env=env, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import namespaces
 import torch
 from loss_terms import kl_and_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -343,50 +344,14 @@ REDUCER = """\
 def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
     return lambda x: sum((p * m).sum() for p, m in zip(x.split(response_lengths), loss_masks, strict=True))
 """
-OWN = {
-    "loss_aggregation": ("sample_mean", "prompt_mean"),
-    "loss_aggregation_divisor": (8.0, 16.0),
-    "custom_pg_loss_reducer_function_path": (None, "rank_reducer:reducer"),
-    "pg_clip_eps_low": (0.2, 0.3),
-    "pg_clip_eps_high": (0.28, 0.3),
-    "pg_temperature": (1.0, 0.9),
-    "pg_metrics": ("basic", "with_entropy"),
-    "pg_dry_run": (False, True),
-    "pg_no_mismatch_advice": (False, True),
-    "pg_kernel": ("torch", "triton"),
-    "pg_objective": ("cispo,cap=2.0", "cispo,cap=3.0"),
-    "pg_custom_objective_path": (None, "rank_reducer:reducer"),
-    "pg_correction": ("none", "tis"),
-    "pg_denominator": ("scheduled", "live"),
-    "pg_kl_coef": (0.0, 0.1),
-    "pg_kl_estimator": (None, "k3"),
-    "pg_entropy_coef": (0.0, 0.1),
-    "pg_aux_aggregation": ("default", "policy"),
-    "pg_term": (None, ["sft:ce"]),
-    "pg_sampling_mask_missing": ("error", "mask"),
-    "pg_sampling_mask_entropy": ("full", "kept"),
-    "pg_mtp_aggregation": ("token_mean", "policy"),
-    "pg_grad_divisor": (1.0, 64.0),
-    "docs_per_step": (0, 8),
-    "docs_per_step_policy": (None, "at_least"),
-    "docs_per_step_end": (None, "stop"),
-    "docs_per_step_drop_position": (False, True),
-    "calculate_per_token_loss": (False, True),
-    "fp32_lm_head": (False, True),
-    "fp32_lm_head_backward": (None, "bf16"),
-    "pg_fused_head": (None, "recompute"),
-    "pg_vocab_size": (None, 100),
-}
 
 
 def start_with(name: str, out: Path) -> None:
     """What `pretrain` does before the model is built, with an argument (or the reducer's source) that rank 1 has
     otherwise."""
-    from megatron_pg.args import add_arguments
     from megatron_pg.pretrain.startup import start
 
-    own = vars(add_arguments(argparse.ArgumentParser()).parse_args([]))
-    args = argparse.Namespace(**own, **MEGATRON)
+    args = namespaces.arguments()
     _change(args, name)
     rank = torch.distributed.get_rank()
     folder = out / f"{name}-{rank}"
@@ -408,58 +373,5 @@ def _change(args: argparse.Namespace, name: str) -> None:
         args.loss_aggregation, args.loss_aggregation_divisor = "constant", float("nan")
     if name in ("source", "sourceless"):
         args.custom_pg_loss_reducer_function_path = "rank_reducer:reducer"
-    if name == "loss_aggregation_divisor":
-        args.loss_aggregation = "constant"
-    if name in STARTUP:
-        setattr(args, name, STARTUP[name][on_rank_1()])
-
-
-# Values that Megatron's own validation leaves, and another value that the rules accept where there is one.
-MEGATRON_VALUES = {
-    "context_parallel_size": (1, 2),
-    "cross_entropy_loss_fusion": (False, True),
-    "cuda_graph_impl": ("none", "local"),
-    "cuda_graph_modules": ([], ["attn"]),
-    "cuda_graph_scope": ([], ["attn"]),
-    "data_parallel_sharding_strategy": ("optim", "optim_grads"),
-    "data_parallel_size": (1, 2),
-    "dataloader_type": ("external", "single"),
-    "ddp_average_in_collective": (False, True),
-    "defer_embedding_wgrad_compute": (False, True),
-    "decrease_batch_size_if_needed": (False, True),
-    "dynamic_context_parallel": (False, True),
-    "eval_interval": (100, 200),
-    "eval_iters": (0, 10),
-    "expert_model_parallel_size": (1, 2),
-    "fp16": (False, True),
-    "gtp_weight_remat_size": (1, 2),
-    "hybrid_context_parallel": (False, True),
-    "iterations_to_skip": ([], [3]),
-    "loss_scale": (None, 2.0),
-    "moe_aux_loss_coeff": (0.0, 0.01),
-    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
-    "moe_z_loss_coeff": (None, 0.001),
-    "mtp_loss_scaling_factor": (0.1, 0.3),
-    "mtp_num_layers": (None, 1),
-    "num_distributed_optimizer_instances": (1, 2),
-    "num_experts": (None, 4),
-    "perform_rl_step": (False, True),
-    "pipeline_model_parallel_size": (1, 2),
-    "rampup_batch_size": (None, [8, 8, 100]),
-    "recompute_granularity": (None, "selective"),
-    "seed": (1234, 4321),
-    "sft": (False, True),
-    "tensor_model_parallel_size": (1, 2),
-    "train_samples": (None, 100),
-    "use_megatron_fsdp": (False, True),
-    "use_torch_fsdp2": (False, True),
-    "output_logit_dtype": (None, "fp32"),
-    "padded_vocab_size": (128, 256),
-    "params_dtype": (torch.float32, torch.bfloat16),
-    "fp8_output_proj": (False, True),
-    "use_mup": (False, True),
-}
-MEGATRON = {"calculate_per_token_loss": False, "global_batch_size": 8, "data_parallel_size": 2} | {
-    name: values[0] for name, values in MEGATRON_VALUES.items()
-}
-STARTUP = OWN | MEGATRON_VALUES
+    if name in vars(args) and on_rank_1():  # the ranks are compared before a rule refuses the value
+        setattr(args, name, True)

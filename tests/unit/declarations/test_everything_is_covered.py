@@ -62,19 +62,19 @@ REQUIRED = {
         Place("a hand-worked value", ("tests/unit/objectives/corrections/*.py",)),
         # a rejection is a level and a divergence: each pair is worked by hand
         Place("an oracle", ("tests/oracles/*.py", "tests/properties/test_peers.py"), not_for="_k[123]$"),
-        Place("a row (make docs)", ("docs/objectives.md",)),
+        Place("a row (make docs)", ("docs/corrections.md",)),
     ),
     "KL estimator": (
         KL_ESTIMATORS,
         Place("an oracle", ("tests/oracles/token_oracle.py",)),
         Place("a hand-worked value", ("tests/unit/objectives/terms/test_kl.py",)),
-        Place("a row", ("docs/objectives.md",)),
+        Place("a row", ("docs/loss_terms.md",)),
     ),
     "loss term kind": (
         KINDS,
         Place("an oracle", ("tests/oracles/*.py",)),
         Place("a hand-worked value", ("tests/unit/objectives/terms/*.py", "tests/unit/lm_head/test_teacher.py")),
-        Place("a row", ("docs/loss_terms.md", "docs/objectives.md")),
+        Place("a row", ("docs/loss_terms.md", "docs/corrections.md")),
     ),
     "metric": (
         [metric.name for metric in METRICS if metric.kind != "part"],

@@ -586,7 +586,7 @@ def test_products_of_whole_logits_never_come_to_be(monkeypatch):
     [
         ({"mode": "sideways"}, "mode='sideways' is not one of forward, recompute, scaled_exp"),
         ({"mode": "scaled_exp", "backward": "split"}, "mode='scaled_exp' has no float32 gradient of the logits"),
-        ({"mode": "scaled_exp", "entropy": True}, "an entropy would have bfloat16 precision. Use mode='forward'"),
+        ({"mode": "scaled_exp", "entropy": True}, "too coarse for an entropy. Use mode='forward'"),
         ({"backward": "exact"}, "backward='exact' is not one of bf16, split"),
         ({"impl": "cuda"}, "impl='cuda' is not one of triton, torch"),
         ({"impl": "triton"}, "would lose float64's digits"),

@@ -66,7 +66,7 @@ def test_a_way_of_drawing_is_estimated(way, evidence):
 
 @pytest.mark.proof("Mismatch: tokens drawn as reported are rarely reported as drawn otherwise")
 def test_what_is_drawn_as_reported_has_large_p(full, evidence):
-    ps = [sampling(drawn(100 + seed, 400), LEVEL).p for seed in range(400 if full else 60)]
+    ps = [sampling(drawn(100 + seed, 400), LEVEL).p for seed in range(400 if full else 30)]
     assert sum(p <= 0.05 for p in ps) <= 0.05 * len(ps)
     assert min(ps) > LEVEL
     evidence(cases=len(ps))
