@@ -27,7 +27,6 @@ from megatron_pg.flags.errors import ArgumentError, ArgumentNotice, ArgumentWarn
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import add_head_arguments, head_violations, head_warnings
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
-from megatron_pg.flags.moved import add_moved_arguments
 from megatron_pg.flags.objective import (
     add_objective_arguments,
     add_penalty_arguments,
@@ -36,6 +35,7 @@ from megatron_pg.flags.objective import (
     objective_warnings,
 )
 from megatron_pg.flags.sampling_masks import add_sampling_mask_arguments, sampling_mask_violations
+from megatron_pg.flags.spelling import add_moved_arguments
 from megatron_pg.flags.terms import add_term_arguments, term_violations
 from megatron_pg.flags.values import choice, number
 

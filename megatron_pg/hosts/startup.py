@@ -16,8 +16,8 @@ from megatron_pg.declarations.declaration import Number, did_you_mean
 from megatron_pg.flags.banner import banner_of, describe, in_force
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
-from megatron_pg.flags.moved import replacement
 from megatron_pg.flags.option_text import Selection, joined
+from megatron_pg.flags.spelling import replacement
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.fields import POLICY
 

@@ -5,9 +5,8 @@ from argparse import ArgumentParser
 import pytest
 
 from megatron_pg.args import add_arguments, own_arguments
-from megatron_pg.flags.moved import replacement
 from megatron_pg.flags.option_text import split
-from megatron_pg.flags.spelling import NAMES, meant_flags
+from megatron_pg.flags.spelling import NAMES, meant_flags, replacement
 
 FLAGS = {f"--{name.replace('_', '-')}" for name in own_arguments()}
 
