@@ -255,8 +255,7 @@ FAULTS = {
     "dp2t-constant-docs-breaks": "rank 1: RuntimeError: the sampler broke",
     "dp2t-constant-docs-masked": "the step has no trained token. Leave fully masked samples out",
     "dp2t-constant-docs-toolong": "rank 1: document a long one has 73 tokens and a micro-batch holds 12",
-    "dp2t-prompt_mean-docs-divided": "has samples on data-parallel ranks 0 and 1, so "
-    "--docs-per-step could split it between steps",
+    "dp2t-prompt_mean-docs-divided": "has samples on data-parallel ranks 0 and 1. Give all its samples to one rank",
     "dp2-token_mean-docs-short": "EndOfDocuments: the documents have ended: 0 were trained, ",
 }
 
