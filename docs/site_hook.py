@@ -60,7 +60,7 @@ def on_page_content(html: str, **_: object) -> str:
 
 
 class Comments(griffe.Extension):
-    """The comments behind the fields of a class, and behind a module's attributes, are their documentation."""
+    """The comments after the fields of a class, and after a module's attributes, are their documentation."""
 
     def on_attribute(self, *, attr: griffe.Attribute, **_: object) -> None:
         """A module's attribute."""

@@ -42,7 +42,7 @@ def grpo_head_loss(  # noqa: D417
     entropy: bool = False,
     **head: Any,
 ) -> GRPOLoss:
-    """Clipped policy-gradient loss of one micro-batch from hidden states, without ever holding its logits.
+    """Clipped policy-gradient loss of one micro-batch from hidden states, without storing its logits.
 
         loss = sum_t w_t * -min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t),   logits h W^T
 
