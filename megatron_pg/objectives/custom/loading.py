@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.declarations.choices import AT_ONCE, OBJECTIVE_PARAMETERS
+from megatron_pg.declarations.objectives import CLIP_EPS_HIGH, CLIP_EPS_LOW
 from megatron_pg.flags.errors import ArgumentError, numbered
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import recompute_violation
@@ -44,7 +45,8 @@ def load_custom_objective(path: str, **numbers: float) -> Objective:
 
     Raises:
         ArgumentError: rule E16, when it fails, has another shape or dtype, no gradient, a token's loss or metric
-            depends on other tokens of the micro-batch, or its token kernel differs from it.
+            depends on other tokens of the micro-batch, it does not read one of its options, or its token kernel
+            differs from it.
         ImportPathError: it cannot be imported or called.
     """
     function = load_function(path, OBJECTIVE_PARAMETERS)
@@ -61,6 +63,8 @@ def load_custom_objective(path: str, **numbers: float) -> Objective:
         raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
     if reason := _probe_reports(reports, parameters):
         raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
+    if unread := _unread_options(function, numbers):
+        raise ArgumentError([("E16", f"custom objective {path!r} does not read its option {unread}; remove it")])
     names = tuple(reports(_tokens(torch.arange(_SIZE)), parameters))
     reads_sequences = _reads_sequences(loss, reports, parameters)
     if reason := token_kernel_refusal(function, parameters, reads_sequences=reads_sequences):
@@ -86,6 +90,28 @@ def _both(returned: Any) -> tuple[Any, dict[str, Tensor]]:
     if len(returned) != 2 or not isinstance(returned[1], dict):
         raise TypeError("it returns a tuple that is not a pair of losses and a dict of metrics")
     return returned
+
+
+def _unread_options(function: Callable, numbers: dict[str, float]) -> str:
+    """The first option that the function does not read on six tokens, as `name=value`, or an empty text.
+
+    Clip ranges are left out: a host passes its own, whether the function reads them or not.
+    """
+    read: set[str] = set()
+
+    class Watched(Parameters):
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+        def __getattr__(self, name: str) -> None:  # the function has passed `_probe`, so it takes a default here
+            raise AttributeError(name)
+
+    function(_tokens(torch.arange(_SIZE)), Watched(**numbers))
+    if "__dict__" in read:  # vars(parameters) may read any of them
+        return ""
+    options = numbers.keys() - {CLIP_EPS_LOW.name, CLIP_EPS_HIGH.name} - read
+    return next((f"{name}={numbers[name]:g}" for name in sorted(options)), "")
 
 
 def _probe_reports(reports: Callable, parameters: Parameters) -> str | None:

@@ -88,6 +88,27 @@ def test_a_users_objective_that_cannot_work_is_refused_at_startup(tmp_path, monk
 
 
 @pytest.mark.parametrize(
+    ("body", "unread"),
+    [
+        ("return tokens.logprobs * parameters.knee", "scale=3"),
+        ("return tokens.logprobs * parameters.knee * getattr(parameters, 'scalar', 1.0)", "scale=3"),
+        ("return tokens.logprobs * parameters.knee * parameters.scale", None),
+        ("return tokens.logprobs * parameters.knee * getattr(parameters, 'scale', 1.0)", None),
+        ("return tokens.logprobs * parameters.knee, {'a': tokens.ratios * parameters.scale}", None),
+        ("return tokens.logprobs * sum(vars(parameters).values())", None),
+    ],
+)
+def test_an_option_that_a_users_objective_does_not_read_is_refused(tmp_path, monkeypatch, body, unread):
+    path = write_module(tmp_path, monkeypatch, body)
+    numbers = {"knee": 2.0, "scale": 3.0, "clip_eps_low": 0.2}
+    if unread is None:
+        assert vars(load_custom_objective(path, **numbers).parameters) == numbers
+        return
+    with pytest.raises(ArgumentError, match=f"does not read its option {unread}; remove it"):
+        load_custom_objective(path, **numbers)
+
+
+@pytest.mark.parametrize(
     ("body", "reads"),
     [
         ("return -tokens.ratios * tokens.advantages", False),
