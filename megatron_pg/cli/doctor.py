@@ -13,11 +13,11 @@ import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import Any
 
 from megatron_pg import __version__
 from megatron_pg.cli.terminal import progress, say, show_json
+from megatron_pg.declarations.installation import installed_version
 from megatron_pg.declarations.single_pass import path_of
 from megatron_pg.rollouts.printable import printable
 
@@ -186,7 +186,7 @@ def _training(probe: Probe) -> Finding:
 
 
 def _transformer_engine(*, can_import_core: bool) -> Finding:
-    version = _version("transformer-engine") or _version("transformer_engine_torch")
+    version = installed_version("transformer-engine") or installed_version("transformer_engine_torch")
     absent = "absent: packed rows (thd) and context parallelism need it on GPUs"
     install = "pip install --no-build-isolation 'megatron-pg[te]' on a machine with nvcc"
     return _first(
@@ -208,15 +208,8 @@ def _gloo(probe: Probe) -> Finding:
 
 
 def _package(name: str, without: str, fix: str) -> Finding:
-    version = _version(name)
+    version = installed_version(name)
     return Finding(name, "ok", version) if version else Finding(name, without, "absent", fix)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _release(version: object) -> tuple[int, ...]:

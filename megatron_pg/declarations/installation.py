@@ -1,4 +1,4 @@
-"""What `megatron_pg.pretrain` needs to be installed, and the command that installs it."""
+"""Installed versions, what `megatron_pg.pretrain` needs, and the command that installs it."""
 
 import platform
 import sys
@@ -34,11 +34,16 @@ def missing_piece(error: ImportError) -> str:
     )
 
 
-def _version() -> str:
+def installed_version(package: str) -> str | None:
+    """The version of an installed package; None if it is absent or a checkout without metadata."""
     try:
-        return metadata.version("megatron-core")
-    except metadata.PackageNotFoundError:  # a checkout
-        return "(of unknown version)"
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _version() -> str:
+    return installed_version("megatron-core") or "(of unknown version)"
 
 
 def _how_to_install() -> str:

@@ -3,11 +3,11 @@
 import argparse
 import shlex
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
 from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.declarations.corrections import CORRECTIONS
+from megatron_pg.declarations.installation import installed_version
 from megatron_pg.declarations.loss_terms import AS_POLICY, KINDS, SHORTHANDS, LossTerm
 from megatron_pg.declarations.objectives import DEFAULT, OBJECTIVES
 from megatron_pg.flags.facts import Facts
@@ -16,6 +16,7 @@ from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.printable import printable
 
 COMMAND_LINE = "megatron_pg command line: "  # explain and validate find the job's words after it
+_PACKAGES = ("megatron-pg", "megatron-core", "torch")  # whose versions the banner shows
 
 
 def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -36,15 +37,8 @@ def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
         *_head_rows(facts),
         ("kernel", f"{args.pg_kernel or 'triton on CUDA, torch elsewhere'}  (--pg-kernel)"),
         ("metrics", f"{args.pg_metrics}, means per sample for every aggregation  (--pg-metrics)"),
-        ("versions", ", ".join(f"{name} {_version(name)}" for name in ("megatron-pg", "megatron-core", "torch"))),
+        ("versions", ", ".join(f"{name} {installed_version(name) or 'absent'}" for name in _PACKAGES)),
     ]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "absent"
 
 
 def in_force(args: argparse.Namespace, impl: str) -> argparse.Namespace:

@@ -60,7 +60,7 @@ class Inherited:
         if self.option is not None:
             selected = Selection.of(self.ours, text)
             return selected.numbers.get(self.option, selected.given.get(self.option))
-        return str(text).partition(",")[0] if self.attribute in _WITH_OPTIONS else text
+        return Selection.of(self.ours, text).name if self.attribute in _WITH_OPTIONS else text
 
     def put_into(self, text: Any) -> Any:
         """Our argument with this value."""
@@ -140,7 +140,7 @@ def check(
         try:
             validate_args(args)
         except ArgumentError as error:
-            inherits = [f for f in flags if f.of(given.get(f.attribute)) in (None, "None", f.of(known[f.attribute]))]
+            inherits = [f for f in flags if f.of(given.get(f.attribute)) in (None, f.of(known[f.attribute]))]
             violations += [(rule, _by_host_flags(message, inherits)) for rule, message in error.violations]
         else:
             violations += [("E70", message) for message in _refused_terms(host, args, carried, names_terms)]

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_pg.declarations.declaration import Number
 from megatron_pg.declarations.objectives import CAP, CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT, OBJECTIVES, WEIGHT_CAP
+from megatron_pg.flags.option_text import Selection
 from megatron_pg.hosts.startup import Inherited, flag_of
 
 OURS = "megatron_pg"  # the key below `loss_fn` that holds our options
@@ -97,7 +98,7 @@ def _reads(objective: str | None, ours: Mapping[str, Any]) -> set[Number]:
     """Numbers that the objective in force reads; a custom objective reads none."""
     if ours.get("pg_custom_objective_path"):
         return set()
-    declared = OBJECTIVES.get(objective or str(ours.get("pg_objective", DEFAULT)).partition(",")[0])
+    declared = OBJECTIVES.get(objective or str(Selection.of("pg_objective", ours.get("pg_objective", DEFAULT)).name))
     return set(declared.numbers) if declared else set()
 
 

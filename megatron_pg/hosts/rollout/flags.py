@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_pg.declarations.objectives import CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT, OBJECTIVES
+from megatron_pg.flags.option_text import Selection
 from megatron_pg.hosts.startup import Inherited, defaults, flag_of
 
 _CLIPPED = [name for name, each in OBJECTIVES.items() if {CLIP_EPS_LOW, CLIP_EPS_HIGH} <= each.numbers.keys()]
@@ -97,4 +98,4 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _objective(args: argparse.Namespace) -> str:
-    return str(vars(args).get("pg_objective", DEFAULT)).partition(",")[0]
+    return str(Selection.of("--pg-objective", vars(args).get("pg_objective", DEFAULT)).name)

@@ -155,7 +155,7 @@ class _Loss:
             return set(_CLIP.values())
         if self.is_theirs:
             return set(self.numbers.values())
-        declared = OBJECTIVES.get(str(self.given["pg_objective"]).partition(",")[0])
+        declared = OBJECTIVES.get(str(Selection.of("pg_objective", self.given["pg_objective"]).name))
         return set(declared.numbers) if declared else set()
 
     def refused(self) -> Iterator[str]:
