@@ -8,6 +8,7 @@ aggregation and saves the gradients, `dp2-constant-docs` takes the same samples 
 the ranks.
 """
 
+import faulthandler
 import gc
 import json
 import random
@@ -426,6 +427,7 @@ def take_apart_fsdp() -> None:
 
 
 def main() -> None:
+    faulthandler.enable()  # a crash prints where every thread was
     torch.set_num_threads(1)
     gc.freeze()  # free_groups then goes over the groups, not over all of torch and Megatron
     torch.distributed.init_process_group("gloo")
