@@ -5,9 +5,10 @@ or the layout needs. All other words are passed over.
 """
 
 import argparse
+import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -18,6 +19,7 @@ from megatron_pg.flags.megatron import ARGUMENTS, MEGATRON_FLAGS
 from megatron_pg.flags.spelling import meant_flags
 from megatron_pg.rollouts.printable import printable, shorten
 
+_OVERRIDE = re.compile(r"[+~]{0,2}(?P<key>[A-Za-z_]\w*(?:\.\w+)*)=")
 MODEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
@@ -146,6 +148,7 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...], t
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     given, others = parser.parse_known_args(list(words))
+    _check_overrides(others, defaults)
     _check_spelling(others, our_flags | {"--calculate-per-token-loss"})
     if "yaml_cfg" in given:
         raise InputError(
@@ -168,6 +171,19 @@ def _check_numbers(name: str, value: object) -> None:
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, (int, float)) and not abs(number) < 2**62:
             raise InputError(f"{flag} {shorten(number)} is too large or not finite. Correct the flag.")
+
+
+def _check_overrides(others: Sequence[str], our_names: Collection[str]) -> None:
+    """Refuse overrides of Hydra, as in the command lines of verl and NeMo-RL: the host turns them into arguments."""
+    for before, word in itertools.pairwise(["", *others]):
+        override = _OVERRIDE.match(word)
+        if override is None or (before.startswith("--") and "=" not in before):
+            continue
+        if "." in override["key"] or override["key"] in ("megatron_pg", *our_names):
+            raise InputError(
+                f"{shorten(word)} is an override of Hydra, which only the host reads. Start the job of verl or NeMo-RL "
+                "itself: it checks its options before it builds a model."
+            )
 
 
 def _check_spelling(others: Sequence[str], our_flags: set[str]) -> None:

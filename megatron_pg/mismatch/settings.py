@@ -85,13 +85,16 @@ def against(settings: Settings, tests: list[Answer], *, has_sampling_mask: bool 
     changed = dict(by_cause)
     if (ratio := settings.ratio) is not None and by_cause["temperature"].outcome == "found":
         estimate = by_cause["temperature"].estimate["trainer_over_engine"]
-        agrees = 1 / _CLOSE < estimate / ratio < _CLOSE
+        agrees = _is_close(estimate / ratio)
         said = (
             "as the settings state"
             if agrees
             else f"the settings state {ratio:.3f}, but another temperature is in effect"
         )
         changed["temperature"] = _with(by_cause["temperature"], said)
+    elif ratio is not None and not _is_close(ratio) and by_cause["temperature"].outcome == "cannot tell":
+        evidence = f"{_temperatures(settings)}; the log-probabilities are too few to show it"
+        changed["temperature"] = Answer("temperature", "found", evidence, None, {"trainer_over_engine": ratio})
     sampling = by_cause["sampling"]
     if sampling.outcome == "found":
         changed["sampling"] = _with(sampling, f"the settings state {_shown(settings)}")
@@ -102,12 +105,22 @@ def against(settings: Settings, tests: list[Answer], *, has_sampling_mask: bool 
 
 def _unseen_temperature(settings: Settings, by_cause: Mapping[str, Answer]) -> list[str]:
     ratio = settings.ratio
-    if ratio is None or 1 / _CLOSE < ratio < _CLOSE or by_cause["temperature"].outcome != "not found":
+    if ratio is None or _is_close(ratio) or by_cause["temperature"].outcome != "not found":
         return []
     return [
-        f"the settings state temperatures {settings.temperature:g} (engine) and {settings.trainer_temperature:g} "
-        "(trainer), but the log-probabilities do not differ by them: one side has another temperature"
+        f"{_temperatures(settings)}, but the log-probabilities do not differ by them: one side has another temperature"
     ]
+
+
+def _is_close(ratio: float) -> bool:
+    return 1 / _CLOSE < ratio < _CLOSE
+
+
+def _temperatures(settings: Settings) -> str:
+    return (
+        f"the settings state temperatures {settings.temperature:g} (engine) and {settings.trainer_temperature:g} "
+        "(trainer)"
+    )
 
 
 def _unseen_truncation(settings: Settings, by_cause: Mapping[str, Answer]) -> list[str]:

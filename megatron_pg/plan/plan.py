@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ class StepPlan:
     num_response_tokens: int  # trained or not
     num_positions: int  # R, prompt, response and padding
     num_microbatches: int  # K, the same on every rank
-    facts: SampleFacts  # rewards and lengths of all samples
+    facts: SampleFacts = field(repr=False)  # rewards and lengths of all samples
     terms: Mapping[str, TermPlan] = field(default_factory=dict)  # by name
     num_missing: int = 0  # trained tokens outside their samples' sampling masks, masked before counting
     depth_denominators: tuple[Tensor, ...] = ()  # [S] float64, of each depth of multi-token prediction
@@ -91,7 +92,7 @@ def plan_step(
     rollout_ids: Sequence[Id] | Tensor | None = None,
     prompt_ids: Sequence[Id] | Tensor | None = None,
     positions_per_sample: Sequence[int] | Tensor | None = None,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | EllipsisType | None = ...,
 ) -> StepPlan:
     """Denominators of one optimizer step, from integer metadata, by a few small collectives.
 
@@ -106,11 +107,13 @@ def plan_step(
         prompt_ids: [S] the prompt group of each sample, unique over all ranks; needed by prompt_mean.
         positions_per_sample: [S] positions that the model processes for each sample; default its trained tokens.
         group: Megatron's pure data-parallel group, every rank of which must call; None counts this process alone.
-            Context-, tensor- and pipeline-parallel peers hold copies and are never summed.
+            Context-, tensor- and pipeline-parallel peers hold copies and are never summed. It must be given in a job
+            of several ranks.
 
     Raises:
         StepPlanError: on every rank of `group`, for an error on any of them.
     """
+    group = _given_or_alone(group)
     error, local, rule = None, None, PlanRule(aggregation=aggregation, divisor=divisor)
     try:
         rollouts, prompts = (None if ids is None else [plain(i) for i in ids] for ids in (rollout_ids, prompt_ids))
@@ -123,6 +126,18 @@ def plan_step(
     if plan.warning is not None:
         warnings.warn(plan.warning, stacklevel=2)
     return plan
+
+
+def _given_or_alone(group: ProcessGroup | EllipsisType | None) -> ProcessGroup | None:
+    """The group as given; without one, this process alone, if no other rank can have samples of the step."""
+    if not isinstance(group, EllipsisType):
+        return group
+    if torch.distributed.is_initialized() and (size := torch.distributed.get_world_size()) > 1:
+        raise StepPlanError(
+            f"group is not given in a job of {size} ranks. Give the data-parallel group, or group=None if this rank "
+            "has every sample of the step."
+        )
+    return None
 
 
 def plan_from_table(

@@ -133,6 +133,9 @@ BAD_LAUNCHES = {
     "--loss-aggregation token_mean --lengths 10,x": "not a list of positive lengths",
     "--loss-aggregation token_mean --lengths 0": "not a list of positive lengths",
     "--yaml-cfg a.yaml": "--yaml-cfg replaces all flags",
+    "--pg-kl-coef 0 trainer.n=1": "'trainer.n=1' is an override of Hydra, which only the host reads",
+    "--pg-kl-coef 0 +pg_objective=cispo": r"'\+pg_objective=cispo' is an override of Hydra",
+    "--pg-kl-coef 0 --other +x.megatron_pg={pg_metrics:none} a.b=1": "'a.b=1' is an override of Hydra",
     "--custom-pg-loss-reducer-function-path nowhere.at:all": r"\[E14\].*cannot be imported",
 }
 
@@ -141,6 +144,10 @@ BAD_LAUNCHES = {
 def test_a_bad_launch_is_one_line_and_exit_code_two(cli, words):
     message = cli.refused("explain", words)
     assert re.search(BAD_LAUNCHES[words], message), message
+
+
+def test_values_of_other_flags_are_not_overrides(cli):
+    assert cli.done("validate --pg-kl-coef 0 --data-path a.b=1 --split pg_objective=1 --x=1 y=2")
 
 
 LAYOUTS = [

@@ -1,7 +1,6 @@
 """Every command of docs/cli.md prints what the page says."""
 
 import json
-import random
 import re
 import shlex
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from dumps_of_others import NEMO, SLIME
-from rollout_files import HEADER, two_sides
 
 from megatron_pg.cli import SUBCOMMANDS, main
 from megatron_pg.metrics.file import MetricsFile
@@ -42,8 +40,6 @@ def checkout(tmp_path, monkeypatch):
     mine = {"step": 0, "tokens": [1, 2, 3], "response_length": 1, "logprobs": [-0.5]}
     rows = [mine | {"prompt_id": i // 2, "reward": float(i == 1)} for i in range(4)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lines = [HEADER, *two_sides(random.Random(1), temperature=1.25)]
-    (tmp_path / "engine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     for name in ("PROCESSES", "RUN_DIR", "RANK", "PYTHON", "OMP_NUM_THREADS", "LENGTH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)

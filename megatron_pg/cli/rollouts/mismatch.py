@@ -101,7 +101,9 @@ def _show(paths: Sequence[str], gap: Gap, diagnosis: Diagnosis) -> None:
     count = f"{len(np.unique(gap.document))} samples, {len(gap.engine)} trained tokens"
     say(f"{', '.join(map(show_path, paths))}: {count}; d = log π (trainer) - log q (engine)")
     say(f"  mean d {summary['mean']:+.2e}, mean |d| {summary['mean_abs']:.2e}, k3 {summary['k3']:.2e} nats")
-    say(_VERDICTS[diagnosis.verdict].format(number=len(diagnosis.found)))
+    untested = sum(test.outcome == "cannot tell" for test in diagnosis.tests)
+    rest = f"; {untested} of {len(diagnosis.tests)} causes cannot be tested with these data" if untested else ""
+    say(_VERDICTS[diagnosis.verdict].format(number=len(diagnosis.found)) + rest)
     for test in diagnosis.found:
         say(f"  {test.cause}: {CAUSES[test.cause].title}{_estimate(test)}")
         say(f"    {test.evidence}{'' if test.p is None else f' (p {_p(test.p)})'}")

@@ -168,6 +168,8 @@ def answers(**outcomes: str) -> list[Answer]:
         ),
         ("temperature=0.5", 1.0, {}, "sampling", "found", "temperatures 0.5 .engine. and 1 .trainer."),
         ("temperature=0.5", 0.5, {}, "sampling", "not found", "numbers$"),
+        ("temperature=0.5", 1.0, {"temperature": "cannot tell"}, "temperature", "found", "too few to show it$"),
+        ("temperature=1", 1.01, {"temperature": "cannot tell"}, "temperature", "cannot tell", "numbers$"),
         ("temperature=0.5", None, {}, "sampling", "not found", "numbers$"),
         ("top_p=0.9,top_k=50", None, {}, "sampling", "found", "top_p 0.9 and top_k 50, but no probability is missing"),
         ("top_p=0.9", None, {"truncation": "found"}, "sampling", "not found", "numbers$"),

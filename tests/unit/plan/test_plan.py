@@ -264,6 +264,17 @@ def test_a_divisor_without_constant_is_refused():
         plan_step([1], aggregation="token_mean", divisor=4.0)
 
 
+def test_a_job_of_several_ranks_must_give_the_group():
+    def work(rank: int):
+        with pytest.raises(StepPlanError, match=r"^group is not given in a job of 2 ranks\."):
+            plan([2, 6], "token_mean")
+        groups = (None, dist.group.WORLD)
+        return [plan([2, 6], "token_mean", group=group).num_tokens for group in groups]
+
+    assert threads.run(2, work) == [[8, 16], [8, 16]]
+    assert plan([2, 6], "token_mean").num_tokens == 8
+
+
 @pytest.mark.parametrize("broken", [0, 1, 2])
 def test_a_mistake_on_one_rank_is_raised_with_its_rank_on_every_rank(broken):
     def work(rank: int):
