@@ -1,6 +1,9 @@
 """Megatron's two wrappers that shard parameters, on a CPU: Megatron-FSDP and torch's FSDP2."""
 
+import contextlib
 import math
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -9,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed import torch_fully_sharded_data_parallel as torch_fsdp
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -29,6 +33,23 @@ def _on_cpu() -> None:
     on_cpu.is_on_cpu = True
     DeviceMesh.__init__ = on_cpu
     torch.Tensor.record_stream = lambda self, stream: None
+    param_and_grad_buffer._coalescing_manager = _one_by_one
+
+
+@contextlib.contextmanager
+def _one_by_one(group: object, async_ops: bool = False) -> Iterator[SimpleNamespace]:
+    """In the place of torch's `_coalescing_manager`: each collective is finished when its call returns.
+
+    Megatron-FSDP goes on while a collective is in progress. On a GPU, streams keep the two in order. Over gloo, they run
+    at the same time on the same buffers, and a rank crashed now and then with a corrupted heap.
+    """
+    gather = torch.distributed.all_gather_into_tensor
+
+    def finished(*args: object, async_op: bool, **more: object) -> None:
+        gather(*args, **more)
+
+    with mock.patch.object(torch.distributed, "all_gather_into_tensor", finished):
+        yield SimpleNamespace(wait=lambda: None)
 
 
 def wrap_fsdp(config: Any, options: frozenset[str], model: Any) -> Any:
