@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from megatron_pg.declarations import corrections, objectives
 from megatron_pg.declarations.choices import AUX_AGGREGATIONS, DENOMINATORS, MTP_AGGREGATIONS, OBJECTIVE_PARAMETERS
-from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS, CorrectionDeclaration
+from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS, OTHER_ESTIMATORS, CorrectionDeclaration
 from megatron_pg.declarations.declaration import ABOVE_ZERO, Number
 from megatron_pg.declarations.objectives import CLIP_EPS_HIGH, CLIP_EPS_LOW, OBJECTIVES, ObjectiveDeclaration
 from megatron_pg.flags.errors import Violations
@@ -87,9 +87,10 @@ def add_penalty_arguments(group: argparse._ArgumentGroup) -> None:
         "--pg-kl-coef", type=float, default=0.0, metavar="BETA", help="Adds BETA times KL(π‖π_ref). Default 0."
     )
     kl_estimator = (
-        "Estimator of --pg-kl-coef; required with it. k3_weighted has the right value and the right gradient."
+        f"Estimator of --pg-kl-coef, required with it: {', '.join(KL_ESTIMATORS)}. k3_weighted has the right value and "
+        "the right gradient."
     )
-    group.add_argument("--pg-kl-estimator", choices=KL_ESTIMATORS, help=kl_estimator)
+    group.add_argument("--pg-kl-estimator", metavar="NAME", help=kl_estimator)
     entropy_coef = "Subtracts ETA times the exact entropy of softmax(z / TAU) over the vocabulary. Default 0."
     group.add_argument("--pg-entropy-coef", type=float, default=0.0, metavar="ETA", help=entropy_coef)
 
@@ -101,7 +102,7 @@ def objective_violations(facts: Facts) -> Violations:
     yield from choice("--pg-denominator", args.pg_denominator, DENOMINATORS)
     yield from choice("--pg-aux-aggregation", args.pg_aux_aggregation, AUX_AGGREGATIONS)
     if args.pg_kl_estimator is not None:
-        yield from choice("--pg-kl-estimator", args.pg_kl_estimator, KL_ESTIMATORS)
+        yield from choice("--pg-kl-estimator", args.pg_kl_estimator, KL_ESTIMATORS, elsewhere=OTHER_ESTIMATORS)
     for declared in (CLIP_EPS_LOW, CLIP_EPS_HIGH):
         if (value := vars(args)[declared.attribute]) is not None:
             yield from number(str(declared.flag), value, declared.low, declared.high, declared.requirement)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS
-from megatron_pg.declarations.corrections import KL_ESTIMATORS
+from megatron_pg.declarations.corrections import KL_ESTIMATORS, OTHER_ESTIMATORS
 from megatron_pg.declarations.declaration import did_you_mean
 from megatron_pg.declarations.loss_terms import AS_POLICY, KINDS, SHORTHANDS, LossTerm
 from megatron_pg.flags.option_text import number_of, split
@@ -86,7 +86,7 @@ def _check_estimator(term: LossTerm) -> None:
             why = f"needs none: it is exact over {'its categories' if kind.reads_topk else 'the vocabulary'}"
         raise ValueError(f"has estimator={term.estimator}, and {term.kind} {why}; remove it")
     elif term.estimator not in KL_ESTIMATORS:
-        hint = did_you_mean(term.estimator, KL_ESTIMATORS, {})
+        hint = did_you_mean(term.estimator, KL_ESTIMATORS, OTHER_ESTIMATORS)
         raise ValueError(f"has estimator={term.estimator}, which is not one of {', '.join(KL_ESTIMATORS)}{hint}")
 
 

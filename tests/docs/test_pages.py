@@ -78,9 +78,8 @@ def parser() -> ArgumentParser:
 
 @every_page
 def test_the_flags_of_every_shell_block_parse_and_validate(page):
-    for _, code in blocks(page, "bash"):
-        if not (flags := flags_of(code)):
-            continue
+    commands = [part for _, code in blocks(page, "bash") for part in re.split(r"^(?=megatron-pg )", code, flags=re.M)]
+    for flags in filter(None, map(flags_of, commands)):
         args, unknown = parser().parse_known_args(flags)
         assert not [word for word in unknown if OURS.match(word)]
         users = args.custom_pg_loss_reducer_function_path, args.pg_custom_objective_path
