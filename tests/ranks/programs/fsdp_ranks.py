@@ -40,12 +40,12 @@ def _on_cpu() -> None:
 def _one_by_one(group: object, async_ops: bool = False) -> Iterator[SimpleNamespace]:
     """In the place of torch's `_coalescing_manager`: each collective is finished when its call returns.
 
-    Megatron-FSDP goes on while a collective is in progress. On a GPU, streams keep the two in order. Over gloo, they run
-    at the same time on the same buffers, and a rank crashed now and then with a corrupted heap.
+    Megatron-FSDP goes on while a collective is in progress. On a GPU, streams keep the two in order. Over gloo, they
+    run at the same time on the same buffers, and a rank crashed now and then with a corrupted heap.
     """
     gather = torch.distributed.all_gather_into_tensor
 
-    def finished(*args: object, async_op: bool, **more: object) -> None:
+    def finished(*args: object, async_op: bool = False, **more: object) -> None:
         gather(*args, **more)
 
     with mock.patch.object(torch.distributed, "all_gather_into_tensor", finished):
