@@ -33,8 +33,8 @@ _TEXTS = {  # title → advice
     "sampling": "the engine samples from another distribution than it reports → Have the engine report "
     "log-probabilities after temperature and truncation (vLLM: logprobs_mode processed_logprobs), and compute "
     "old_logprobs at that temperature, over the kept tokens (docs/sampling_masks.md).",
-    "padding": "padding columns take probability → Mask the padded columns of the vocabulary before the softmax: "
-    "--pg-vocab-size with the tokenizer's size.",
+    "padding": "padding columns take probability → On the side with the smaller probabilities, mask the padded columns "
+    "of the vocabulary before the softmax. In the trainer, --pg-vocab-size with the tokenizer's size does it.",
     "temperature": "the temperatures differ → Set --pg-temperature to the engine's sampling temperature, and have the "
     "engine report log-probabilities after the temperature.",
     "routing": "some tokens are routed to other experts → If the model has experts, replay the engine's routing "
