@@ -89,8 +89,16 @@ def weight_rows(args: argparse.Namespace, layout: Layout, lengths: tuple[int, ..
 
 
 def _fixed_rollouts(args: argparse.Namespace, layout: Layout) -> int | None:
-    """N_r, or None if it depends on the step: if only rollouts with a trained or kept token count."""
-    return layout.batch if args.pg_denominator == "scheduled" else None
+    """N_r, or None if it depends on the step.
+
+    So it does if only rollouts with a trained or kept token count, or if some samples are of other loss terms.
+    """
+    return layout.batch if args.pg_denominator == "scheduled" and not _has_other_samples(args) else None
+
+
+def _has_other_samples(args: argparse.Namespace) -> bool:
+    """Whether samples can be of a loss term that is not the objective."""
+    return len(Facts(args).terms_of_samples) > 1
 
 
 def _equal(value: int | None) -> str:
@@ -115,9 +123,9 @@ def _rollouts_text(args: argparse.Namespace, layout: Layout) -> str:
     counted = DENOMINATORS[args.pg_denominator][0]
     if layout.batch is None:
         return f"rollouts of the step{counted}, counted at its start; their number is not fixed"
-    if counted:
-        return f"of {layout.batch} rollouts those{counted}, one sample each; counted again in every step"
-    return f"{layout.batch} rollouts, one sample each; counted again in every step"
+    those = f"{' of the objective' if _has_other_samples(args) else ''}{counted}"
+    rollouts = f"of {layout.batch} rollouts those{those}" if those else f"{layout.batch} rollouts"
+    return f"{rollouts}, one sample each; counted again in every step"
 
 
 def _denominator_rows(args: argparse.Namespace, layout: Layout) -> Rows:
@@ -125,7 +133,8 @@ def _denominator_rows(args: argparse.Namespace, layout: Layout) -> Rows:
         return []
     counted, tokens, _ = DENOMINATORS[args.pg_denominator]
     declared, divisor = AGGREGATIONS[args.loss_aggregation], args.loss_aggregation_divisor
-    text = declared.numbers if counted else declared.known_numbers or declared.numbers
+    is_fixed = _fixed_rollouts(args, layout) is not None
+    text = (declared.known_numbers if is_fixed else None) or declared.numbers
     numbers = {"divisor": divisor, "rollouts": layout.batch, "product": layout.batch * (divisor or 1)}
     return [("denominator", text.format(counted=counted, tokens=tokens, **numbers))]
 

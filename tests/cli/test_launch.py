@@ -86,6 +86,15 @@ def test_only_units_with_a_trained_token_count_under_live(cli):
     assert "in units of 1/N_r" in cli.done(*words)
 
 
+def test_samples_of_other_terms_are_no_rollouts_of_the_objective(cli):
+    said = cli.json("explain", EXAMPLE, "--world-size 8 --pg-term sft:ce")
+    assert said["factors"]["N_r"].startswith("of 512 rollouts those of the objective, one sample each")
+    assert said["factors"]["denominator"] == "N_r·L = N_r·8192, N_r rollouts of the step"
+    assert said["weights_unit"] == "1/N_r"
+    on_the_same = cli.json("explain", EXAMPLE, "--world-size 8 --pg-term teacher:opd,on=rl")
+    assert on_the_same["factors"]["N_r"].startswith("512 rollouts, ")
+
+
 def test_the_text_holds_formula_factors_and_weights(cli):
     out = cli.done("explain --world-size 8", EXAMPLE)
     for text in ("(Σ m·ℓ)/(N_r·L)", "N_r·L = 512·8192", "returned     K·D·S = 32·8·S", "10 tokens", "Dr. GRPO; verl"):
