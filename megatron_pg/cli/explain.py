@@ -172,7 +172,6 @@ def _assumption(args: argparse.Namespace) -> str:
 
 
 def _origin(launch: Launch, remarks: tuple[str, ...]) -> Rows:
-    others = f"{len(launch.others)} further arguments, which belong to other parsers"
     return [
         ("arguments", launch.source),
         ("flags", _canonical_line(launch.args) or "none; every flag has its default"),
@@ -180,7 +179,7 @@ def _origin(launch: Launch, remarks: tuple[str, ...]) -> Rows:
         *(("note", text) for text in remarks),
         ("given", _as_flags(launch.args, launch.given) or "nothing that is read here"),
         ("default", _as_flags(launch.args, [name for name in own_arguments() if name not in launch.given])),
-        *([("not read", others)] if launch.others else []),
+        *([("not read", launch.unread)] if launch.unread else []),
     ]
 
 

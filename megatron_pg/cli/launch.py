@@ -20,6 +20,7 @@ from megatron_pg.flags.spelling import meant_flags
 from megatron_pg.rollouts.printable import printable, shorten
 
 _OVERRIDE = re.compile(r"[+~]{0,2}(?P<key>[A-Za-z_]\w*(?:\.\w+)*)=")
+_MOST_FLAGS = 20  # of other parsers, named in a row
 MODEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
@@ -32,6 +33,14 @@ class Launch:
     world_size: int | None
     given: tuple[str, ...]  # names of the arguments that are given; the others have their defaults
     others: tuple[str, ...]  # words of other parsers
+
+    @property
+    def unread(self) -> str:
+        """The flags of other parsers, as a row of text; empty if there are none."""
+        flags = [printable(flag) for flag in dict.fromkeys(word.partition("=")[0] for word in self.others)]
+        flags = [flag for flag in flags if flag.startswith("-")]
+        shown = ", ".join(flags[:_MOST_FLAGS] + ["…"] * (len(flags) > _MOST_FLAGS))
+        return f"{shown}; for a flag of another framework, see docs/migrating.md" if flags else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,8 @@ def run(options: argparse.Namespace) -> int:
         say(f"valid: {launch.source}")
         for remark in remarks:
             say(f"  note: {remark}")
-        say(f"  {len(launch.others)} further arguments belong to other parsers and were not checked")
+        if launch.unread:
+            say(f"  not read: {launch.unread}")
     for rule, message in violations:
         sys.stderr.write(f"megatron-pg validate: [{rule}] {message}\n")
     return 0 if valid else 2

@@ -85,10 +85,13 @@ DEFAULT = "sample_mean"
 STEP_MEANS = {False: DEFAULT, True: "token_mean"}  # what Megatron's per-token flag by itself means
 
 
+_TWO_MEANINGS = {"dapo": "token_mean (DAPO's code) or prompt_mean (DAPO's paper)"}
+
+
 def elsewhere() -> dict[str, str]:
     """Our names of aggregations, by their names in other frameworks."""
     names_of: dict[str, list[str]] = {}
     for name, declaration in reversed(AGGREGATIONS.items()):
         for alias in declaration.aliases:
             names_of.setdefault(alias, []).append(name)
-    return {alias: " or ".join(names) for alias, names in names_of.items()}
+    return {alias: " or ".join(names) for alias, names in names_of.items()} | _TWO_MEANINGS

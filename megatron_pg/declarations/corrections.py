@@ -180,4 +180,8 @@ KL_ESTIMATORS = {
     "k1_weighted": EstimatorDeclaration(formula="r·x", is_weighted=True, function="k1_weighted"),
     "k3_weighted": EstimatorDeclaration(formula="r·(e^-x - 1 + x)", is_weighted=True, function="k3_weighted"),
 }
-OTHER_ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3, which is not clamped at 10"}  # names of slime and verl
+OTHER_ESTIMATORS = {  # by their names in slime and verl
+    "kl": "k1",
+    "mse": "k2",
+    "low_var_kl": "k3_weighted, or k3 for the same gradient without the clamp at 10",
+}

@@ -89,7 +89,7 @@ def _divisor_rules(facts: Facts) -> Violations:
         if needs_one and facts.reducer_path is None:
             yield (
                 f"E5 --loss-aggregation {facts.mode} needs --loss-aggregation-divisor L > 0 (Dr. GRPO: the maximum "
-                "context or response length, all turns together); there is no default"
+                "number of response tokens of a rollout, all its turns together); there is no default"
             )
         return
     if isinstance(divisor, str):

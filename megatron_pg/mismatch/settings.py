@@ -52,8 +52,10 @@ class Settings:
             if not is_valid(given[name]):
                 raise ValueError(f"{part} is not {words}")
         count = given.pop("top_k", None)
-        if trainer_temperature is not None and "temperature" not in given:
-            raise ValueError(f"the trainer's temperature {trainer_temperature:g} needs the engine's, too")
+        if (trainer_temperature is None) != ("temperature" not in given):
+            raise ValueError(
+                "a temperature is compared with the other side's, so give both or none (--trainer-temperature)"
+            )
         if trainer_temperature is not None and not _is_positive(trainer_temperature):
             raise ValueError(f"the trainer's temperature {trainer_temperature:g} is not a finite number above 0")
         return cls(**given, top_k=None if count is None else int(count), trainer_temperature=trainer_temperature)

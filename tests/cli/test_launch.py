@@ -159,6 +159,13 @@ def test_values_of_other_flags_are_not_overrides(cli):
     assert cli.done("validate --pg-kl-coef 0 --data-path a.b=1 --split pg_objective=1 --x=1 y=2")
 
 
+def test_flags_that_are_not_read_are_named(cli):
+    said = "not read: --use-tis, --tis-clip; for a flag of another framework, see docs/migrating.md"
+    assert said in cli.done("validate --pg-kl-coef 0 --use-tis --tis-clip 2 --tis-clip=3")
+    assert re.search(r"not read +--use-tis; for a flag", cli.done("explain --pg-kl-coef 0 --use-tis"))
+    assert "not read" not in cli.done("validate --pg-kl-coef 0")
+
+
 LAYOUTS = [
     "--global-batch-size 15 --micro-batch-size 4 --world-size 2",
     "--tensor-model-parallel-size 4 --world-size 6",

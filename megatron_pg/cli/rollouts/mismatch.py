@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _VERDICTS = {
     "found": "{number} found",
     "noise": "no cause found: the difference has the size of rounding to bfloat16",
-    "unexplained": "the difference is larger than the noise of bfloat16, and no cause below explains it",
+    "unexplained": "the difference is larger than the noise of bfloat16, and no tested cause explains it",
 }
 
 

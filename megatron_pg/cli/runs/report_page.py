@@ -52,7 +52,9 @@ def page(
         plotly=get_plotlyjs(),
         runs="".join(map(_about, runs, runs.values(), (styles[label][1] for label in runs))),
         objective=_objective(objective),
-        flags=_table(_FLAG_HEAD, map(_cells, flags)) if flags else "<p>No red flags.</p>",
+        flags=_table(_FLAG_HEAD, map(_cells, flags))
+        if flags
+        else "<p>No value is beyond a limit of docs/metrics.md.</p>",
         smoothing=f"{smoothing:g}",
         panels="".join(_panel(number, name) for number, name in enumerate(curves)),
         figures="{" + ",".join(f'"f{i}":{text}' for i, text in enumerate(figures)).replace("<", "\\u003c") + "}",
