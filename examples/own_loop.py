@@ -28,6 +28,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_pg import (
     LossSettings,
@@ -120,6 +121,8 @@ def train(args: argparse.Namespace) -> None:
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=args.lr, clip_grad=1.0), [model])
     objective = dict(describe(args))
     is_first = torch.distributed.get_rank() == 0
+    if is_first:
+        print("\n".join(f"{name}: {text}" for name, text in objective.items()))
     file = MetricsFile(args.metrics_file) if is_first else None
     for iteration, samples in enumerate(read_steps(args.rollouts), start=1):  # here your sampler gives the samples
         optimizer.zero_grad()
@@ -140,8 +143,14 @@ def train(args: argparse.Namespace) -> None:
         file.close()
 
 
-if __name__ == "__main__":
-    arguments = parse_arguments()
-    start_processes(arguments.backend)
-    train(arguments)
+@record  # torchrun shows the error of the rank that failed first
+def main() -> None:
+    """Train."""
+    args = parse_arguments()
+    start_processes(args.backend)
+    train(args)
     torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -208,15 +208,14 @@ def _pack_thd(samples: Sequence[Sample], cp_size: int, width: int | None, multip
 
 
 def _pack_bshd(samples: Sequence[Sample], cp_size: int, width: int | None, rows: int) -> PackedBatch:
-    longest = max((len(sample.tokens) for sample in samples), default=1)
     if width is None:
         raise ValueError(
             "bshd needs max_seq_len, the width of the rows, so that every rank lays them out alike; pass --seq-length."
         )
-    if width < longest:
+    if too_long := next((sample for sample in samples if len(sample.tokens) > width), None):
         raise ValueError(
-            f"max_seq_len={width} with a sample of {longest} tokens. Raise the row width (--seq-length) or drop the "
-            "sample."
+            f"max_seq_len={width} is less than the {len(too_long.tokens)} tokens of sample {too_long.sample_id}. Raise "
+            "the row width (--seq-length) or drop the sample."
         )
     if cp_size > 1 and width % (2 * cp_size):
         raise ValueError(

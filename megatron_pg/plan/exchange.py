@@ -2,7 +2,7 @@
 
 A hash of its key assigns every rollout and prompt group (a unit) to an owner rank. Each rank sends the owner one row
 per unit of its samples; the owner sums, validates and replies. Totals and maxima are all-reduced. So a rank receives
-about as many rows as it has units, and 36 bytes from every other rank, with any aggregation.
+about as many rows as it has units, and 40 bytes from every other rank, with any aggregation.
 
     all-gather heads -> all-to-all sizes, rows -> count -> all-to-all answers -> all-reduce sums, largest values
 
@@ -33,7 +33,7 @@ from megatron_pg.plan.facts import (
     of_environments,
     unit_facts,
 )
-from megatron_pg.plan.table import FACTS, MODULUS, PROMPT, ROLLOUT, LocalTable, PlanRule
+from megatron_pg.plan.table import FACTS, MODULUS, PROMPT, ROLLOUT, LocalTable, PlanRule, hash_of
 
 MESSAGE = 512  # bytes of a rank's error, or of an id, that are sent to the others
 KINDS = {"rollout_id": ROLLOUT, "prompt_id": PROMPT}  # of units: their column in the table
@@ -51,18 +51,20 @@ class Head(NamedTuple):
     num_microbatches: int
     has_sampling_mask: int  # 1 or 0; -1 without rollouts that read it
     environments: int  # bytes of their names
+    agreed: int  # digest of the rule, below 2^31
     content: int  # digest of its samples, below 2^62; 0: not compared
 
     @classmethod
-    def of(cls, local: LocalTable, error: Exception | None) -> "Head":
+    def of(cls, local: LocalTable, rule: PlanRule, error: Exception | None) -> "Head":
         """The head of this rank."""
         has_ids = (int(local.has_rollout_ids), int(local.has_prompt_ids)) if len(local.rows) else (-1, -1)
         sizes = len(local.rows), int(error is not None), *has_ids, local.num_microbatches, local.has_sampling_mask
-        return cls(*sizes, len(json.dumps(local.environments)) if local.environments else 0, local.content)
+        environments = len(json.dumps(local.environments)) if local.environments else 0
+        return cls(*sizes, environments, hash_of(repr(rule)) >> 33, local.content)
 
     @property
     def row(self) -> Tensor:
-        """The head as it is sent, [9] int32."""
+        """The head as it is sent, [10] int32."""
         return torch.tensor([*self[:-1], self.content >> 31, self.content & (2**31 - 1)], dtype=torch.int32)
 
 

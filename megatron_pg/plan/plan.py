@@ -40,6 +40,7 @@ from megatron_pg.plan.table import (
     SelectionFacts,
     Share,
     count_positions,
+    hash_of,
     table_of_counts,
     whole_counts,
 )
@@ -49,6 +50,7 @@ from megatron_pg.rollouts.fields import Id, plain
 from megatron_pg.rollouts.printable import shorten
 
 _INT32_MAX = 2**31 - 1
+_MOST_SETTINGS = 64  # that ranks compare if they disagree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -159,9 +161,10 @@ def plan_from_table(
     none = torch.zeros(0, rule.width, dtype=torch.int64)
     local = LocalTable(none, False, False, 0, 0, none[:, :2]) if local is None else local
     try:
-        heads = gather_heads(Head.of(local, error), error, group)
+        heads = gather_heads(Head.of(local, rule, error), error, group)
     except StepPlanError as failure:
         raise failure from error
+    _check_rule(heads, rule, group)
     _check_agreement(heads)
     if rule.numbers_may_repeat:
         _check_copies(heads)
@@ -226,6 +229,23 @@ def _text_from_owner(text_of: Callable[[int], str], group: ProcessGroup | None, 
     return decode(gathered(encode(text_of(index) if rank == owner else "", MESSAGE), group)[owner])
 
 
+def _check_rule(heads: Sequence[Head], rule: PlanRule, group: ProcessGroup | None) -> None:
+    """Refuse ranks with different settings; the message names the first that differs."""
+    if len({head.agreed for head in heads}) == 1:
+        return
+    mine = torch.zeros(_MOST_SETTINGS, dtype=torch.int64)
+    mine[: len(rule.agreed)] = torch.tensor([hash_of(text) >> 1 for text in rule.agreed.values()])
+    of_ranks = gathered(mine, group)
+    first = int((of_ranks != of_ranks[0]).any(dim=0).nonzero()[0])
+    rank = int((of_ranks[:, first] != of_ranks[0, first]).nonzero()[0])
+    name, text = [*rule.agreed.items()][first]
+    texts = gathered(encode(text, MESSAGE), group)
+    zeroth, other = decode(texts[0]), decode(texts[rank])
+    raise StepPlanError(
+        f"data-parallel ranks disagree on {name}: rank 0 has {zeroth}, rank {rank} has {other}. Give all the same."
+    )
+
+
 def _check_agreement(heads: Sequence[Head]) -> None:
     for name in ("rollout_ids", "prompt_ids"):
         given = [getattr(head, f"has_{name}") for head in heads]
@@ -269,7 +289,7 @@ def _check_conflicts(
         values = [_text_from_owner(partial(_values_in_rollout, local, name), group, place) for place in places]
         raise StepPlanError(
             f"{name} of rollout {rollout} is {' and '.join(dict.fromkeys(values))}, but a rollout has one {name}. Give "
-            f"all its samples the same {name}, or only one of them."
+            f"all its samples the same {name}, or only one of them. Different rollouts need different ids on all ranks."
         )
 
 

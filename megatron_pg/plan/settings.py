@@ -1,5 +1,6 @@
 """The loss that the validated arguments describe."""
 
+import json
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,6 +50,7 @@ class LossSettings:
     mtp_aggregation: str = "token_mean"  # or "policy"
     metrics: Reduction
     warns_of_mismatch: bool = True  # while trainer and rollout engine disagree
+    arguments: tuple[tuple[str, str], ...] = ()  # the validated flags with their values
 
     @classmethod
     def from_args(cls, args: Namespace) -> "LossSettings":
@@ -95,6 +97,7 @@ class LossSettings:
                 args.pg_metrics, terms, correction, depths, masks_missing=args.pg_sampling_mask_missing == "mask"
             ),
             warns_of_mismatch=not args.pg_no_mismatch_advice,
+            arguments=_validated(args),
         )
 
     @property
@@ -142,6 +145,7 @@ class LossSettings:
             ),
             depths=self.mtp_depths,
             depth_aggregation=self.aggregation if self.mtp_aggregation == "policy" else STEP_MEANS[True],
+            arguments=self.arguments,
         )
 
 
@@ -169,6 +173,11 @@ def features_of(
         "sampling_mask_missing": masks_missing,
     }
     return frozenset(name for name, present in features.items() if present)
+
+
+def _validated(args: Namespace) -> tuple[tuple[str, str], ...]:
+    flags = json.loads(vars(args).get("megatron_pg_validated", "{}"))
+    return tuple((name, f"{value}") for name, value in flags.items())
 
 
 def _teacher_head(args: Namespace, path: str) -> TeacherHead:

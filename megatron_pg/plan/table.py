@@ -5,7 +5,7 @@ A step counts tokens of loss terms and of the depths of multi-token prediction, 
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, count
 from typing import NamedTuple
 
@@ -43,6 +43,13 @@ class PlanRule:
     one_per_rollout: tuple[str, ...] = tuple(ONE_PER_ROLLOUT)  # fields with one value; of others, the largest counts
     depths: int = 0  # of multi-token prediction
     depth_aggregation: str = STEP_MEANS[True]  # of its cross-entropies
+    arguments: tuple[tuple[str, str], ...] = ()  # flags with their values, which only the comparison of ranks reads
+
+    @property
+    def agreed(self) -> dict[str, str]:
+        """What must be the same on every rank, as texts by name; the flags come first."""
+        own = {each.name: f"{getattr(self, each.name)}" for each in fields(self) if each.name != "arguments"}
+        return {f"--{name.replace('_', '-')}": text for name, text in self.arguments} | own
 
     @property
     def live_only(self) -> bool:
@@ -163,7 +170,7 @@ def table_of_counts(
     if rule.needs_prompt_ids:
         missing = [i for i in range(size) if prompt_ids is None or (i < len(prompt_ids) and prompt_ids[i] is None)]
         if missing:
-            raise ValueError(f"prompt_mean needs prompt_ids for every sample; sample {missing[0]} has none")
+            raise ValueError(f"prompt_mean needs a prompt_id for every sample; sample {missing[0]} has none")
     own = torch.arange(size) + (_rank_of(group) << 32) if own is None else own  # without ids each sample is a rollout
     rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
     prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)
@@ -365,9 +372,10 @@ def _keys(name: str, ids: Sequence[Id | None], size: int) -> Tensor:
             raise ValueError(f"{name}[{i}]={value!r} is neither an integer nor a string. Give every sample an id.")
         if isinstance(value, int) and abs(value) >= 2**62:
             raise ValueError(f"{name}[{i}]={value} does not fit into 62 bits. Use a smaller integer or a string.")
-    keys = [value if isinstance(value, int) else -(2**62) - (_hash(str(value)) >> 2) for value in ids]
+    keys = [value if isinstance(value, int) else -(2**62) - (hash_of(str(value)) >> 2) for value in ids]
     return torch.tensor(keys, dtype=torch.int64)
 
 
-def _hash(text: str) -> int:
+def hash_of(text: str) -> int:
+    """64 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -96,7 +96,7 @@ def test_bshd_fills_up_with_empty_rows():
     [
         ({"qkv_format": "sbhd"}, "'sbhd' is neither thd nor bshd"),
         ({"qkv_format": "bshd"}, "bshd needs max_seq_len"),
-        ({"qkv_format": "bshd", "max_seq_len": 3}, "max_seq_len=3 with a sample of 4 tokens"),
+        ({"qkv_format": "bshd", "max_seq_len": 3}, "max_seq_len=3 is less than the 4 tokens of sample "),
         ({"qkv_format": "bshd", "max_seq_len": 6, "cp_size": 2}, "Use 8"),
         ({"qkv_format": "bshd", "max_seq_len": 8, "rows": 0}, "rows=0 for 1 samples"),
         ({"qkv_format": "bshd", "max_seq_len": 8, "multiple_of": 4}, "multiple_of=4 has no effect on bshd"),

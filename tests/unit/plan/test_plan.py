@@ -23,7 +23,7 @@ from megatron_pg import ContextRanks, Sample, StepPlanError, pack, plan_step
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.loss_terms import OBJECTIVE, LossTerm
 from megatron_pg.plan.plan import check_count, plan_from_table
-from megatron_pg.plan.table import PlanRule, local_table_of, table_of_counts
+from megatron_pg.plan.table import PlanRule, local_table_of, table_of_counts, whole_counts
 
 MODES = sorted(AGGREGATIONS)
 
@@ -211,7 +211,7 @@ def test_counts_beyond_float32_and_int32_stay_exact():
 @pytest.mark.parametrize(
     ("tokens", "aggregation", "rest", "message"),
     [
-        ([1, 1], "prompt_mean", {}, "prompt_mean needs prompt_ids for every sample; sample 0 has none"),
+        ([1, 1], "prompt_mean", {}, "prompt_mean needs a prompt_id for every sample; sample 0 has none"),
         ([1, 1], "prompt_mean", {"prompt_ids": [1, None]}, "sample 1 has none"),
         ([1, 1], "sample_mean", {"rollout_ids": [1]}, "rollout_ids has 1 entries for 2 samples"),
         ([1, 1], "sample_mean", {"rollout_ids": [1, 1.5]}, "rollout_ids[1]=1.5 is neither"),
@@ -262,6 +262,27 @@ def test_positions_are_the_trained_tokens_unless_given():
 def test_a_divisor_without_constant_is_refused():
     with pytest.raises(ValueError, match="has no effect with token_mean"):
         plan_step([1], aggregation="token_mean", divisor=4.0)
+
+
+OF_CLIP = (("pg_objective", "grpo"), ("pg_clip_eps_low", "0.3"))
+DIFFERENT = {
+    "aggregation: rank 0 has constant, rank 2 has token_mean": {"aggregation": "token_mean", "divisor": None},
+    "divisor: rank 0 has 6.0, rank 2 has 12.0": {"divisor": 12.0},
+    "--pg-clip-eps-low: rank 0 has 0.2, rank 2 has 0.3": {"arguments": OF_CLIP, "divisor": 12.0},
+    "terms: rank 0 has .*, rank 2 has .*sft": {"terms": (OBJECTIVE, LossTerm(name="sft", kind="ce"))},
+}
+
+
+@pytest.mark.parametrize("expected", DIFFERENT)
+def test_ranks_with_different_settings_are_refused_on_every_rank(expected):
+    def work(rank: int):
+        same = {"aggregation": "constant", "divisor": 6.0, "arguments": (OF_CLIP[0], ("pg_clip_eps_low", "0.2"))}
+        rule = PlanRule(**same | (DIFFERENT[expected] if rank == 2 else {}))
+        table = table_of_counts(rule, dist.group.WORLD, whole_counts([2, 6]), None, None)
+        with pytest.raises(StepPlanError, match=f"^data-parallel ranks disagree on {expected}"):
+            plan_from_table(table, rule, error=None, group=dist.group.WORLD)
+
+    threads.run(3, work)
 
 
 def test_a_job_of_several_ranks_must_give_the_group():
