@@ -94,6 +94,15 @@ def test_a_null_that_stands_for_no_value_is_not_flagged(make_run, cli, tmp_path)
     assert [(flag["metric"], flag["steps"]) for flag in flags] == [("ess", [2])]
 
 
+def test_phases_of_the_script_are_named_and_marked(make_run, cli, tmp_path):
+    pytest.importorskip("plotly")
+    path = make_run("a", [{"reward": 1.0, "phase": phase} for phase in ("warm-up", "warm-up", "rl", "rl", "warm-up")])
+    cli.done("report --output", tmp_path / "r.html", path)
+    text, figures = page_of(tmp_path / "r.html")
+    assert "warm-up from step 1, rl from step 3, warm-up from step 5" in text
+    assert [line["x0"] for line in figures["f0"]["layout"]["shapes"]] == [3, 5]
+
+
 def test_a_changed_objective_is_a_column_of_its_own(make_run, cli, tmp_path):
     pytest.importorskip("plotly")
     path = make_run("a", [*steps(1.0, 2.0), {"reward": 3.0, "objective": {"weight": "δ = T"}}])

@@ -32,6 +32,7 @@ class Run:
 
     curves: Curves = field(default_factory=dict)
     objectives: dict[int, dict[str, str]] = field(default_factory=dict)  # rows of the banner, by their first step
+    phases: dict[int, str] = field(default_factory=dict)  # texts that the user's script gives, by their first step
     nonfinite: dict[str, list[int]] = field(default_factory=dict)  # steps in which a metric was NaN or inf
     path: Path = Path()  # of the metrics file
 
@@ -42,8 +43,8 @@ class Run:
 
     @property
     def changes(self) -> list[int]:
-        """The steps from which another objective, aggregation or release was in force."""
-        return sorted(self.objectives)[1:]
+        """The steps from which another objective, aggregation, release or phase was in force."""
+        return sorted({*sorted(self.objectives)[1:], *sorted(self.phases)[1:]})
 
 
 def add_run_options(parser: argparse.ArgumentParser, *, metrics: str, smooth: float) -> None:
@@ -108,6 +109,9 @@ def _add_step(run: Run, line: bytes, where: str) -> None:
         ) from error
     if isinstance(rows := record.get("objective"), dict):
         run.objectives[step] = {str(name): str(text) for name, text in rows.items()}
+    phase = record.get("phase")
+    if isinstance(phase, str) and phase != next(reversed(run.phases.values()), None):
+        run.phases[step] = phase
     for name in _nonfinite_metrics(record):
         run.curves.setdefault(name, {})  # the run has the metric, but no value of it to draw
         run.nonfinite.setdefault(name, []).append(step)

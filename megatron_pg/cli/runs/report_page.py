@@ -63,11 +63,12 @@ def page(
 
 
 def _about(label: str, run: Run, color: str) -> str:
-    """A line about a run: name, file, steps, and when the file was written."""
+    """A line about a run: name, file, steps, when the file was written, and the phases."""
     steps = f"steps {run.steps[0]:,} to {run.steps[-1]:,}" if len(run.steps) > 1 else f"step {run.steps[0]:,}"
     facts = [str(run.path), steps]
     if run.path.is_file():  # not standard input
         facts.append(f"written {datetime.fromtimestamp(run.path.stat().st_mtime):%Y-%m-%d %H:%M}")
+    facts += [f"{phase} from step {step:,}" for step, phase in run.phases.items()]
     return f'<p><b style="color:{color}">●</b> <b>{escape(label)}</b> {escape(", ".join(facts))}</p>'
 
 
