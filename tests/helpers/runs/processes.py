@@ -47,7 +47,8 @@ def environment(*first: Path) -> dict[str, str]:
         str(ROOT),
         ENVIRONMENT.get("PYTHONPATH", ""),
     ]
-    return ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    settings = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return ENVIRONMENT | settings | {"PYTHON": sys.executable}  # make exports the interpreter that .venv is made of
 
 
 RUNNING: set[subprocess.Popen] = set()
@@ -120,7 +121,7 @@ def with_warm_python(env: Mapping[str, str]) -> dict[str, str]:
 
 def on_ranks(size: int, env: Mapping[str, str], *words: str) -> subprocess.Popen:
     """A script and its arguments on this many ranks of one node."""
-    runner = [env.get("PYTHON", sys.executable), "-m", "torch.distributed.run", "--standalone"]
+    runner = [env["PYTHON"], "-m", "torch.distributed.run", "--standalone"]
     return begin([*runner, "--nproc-per-node", str(size), *words], env)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ LIMIT = 2e-6  # of gradients in float32 against float64
 
 
 def launch(*arguments: str, processes: int = 1, first: Sequence[Path] = ()) -> str:
-    env = environment(*first) | {"PYTHON": sys.executable} if first else with_warm_python(environment())
+    env = environment(*first) if first else with_warm_python(environment())
     env |= {"PROCESSES": str(processes)}
     return run(["bash", str(RECIPES / "launch_plain.sh"), *arguments], env).stdout
 
