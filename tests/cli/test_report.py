@@ -94,6 +94,14 @@ def test_a_null_that_stands_for_no_value_is_not_flagged(make_run, cli, tmp_path)
     assert [(flag["metric"], flag["steps"]) for flag in flags] == [("ess", [2])]
 
 
+def test_red_flags_as_json_need_no_page(make_run, cli):
+    path = make_run("a", [{"truncated_fraction": 0.9}])
+    (flag,) = cli.json("report", path)
+    assert (flag["metric"], flag["steps"]) == ("truncated_fraction", [1])
+    assert "--output is not given. Give a file for the page, or --json" in cli.refused("report", path)
+    assert "--metrics reward selects curves of the page." in cli.refused("report --json --metrics reward", path)
+
+
 def test_phases_of_the_script_are_named_and_marked(make_run, cli, tmp_path):
     pytest.importorskip("plotly")
     path = make_run("a", [{"reward": 1.0, "phase": phase} for phase in ("warm-up", "warm-up", "rl", "rl", "warm-up")])

@@ -274,8 +274,9 @@ def _document(
 
 
 def _show(document: Mapping) -> None:
-    counts = "{samples} samples, {steps} steps, {prompts} prompts, {trained_tokens} trained tokens".format_map(document)
-    say(f"{show_path(document['rollouts'])}: {counts}; on-policy (r = 1)")
+    samples = f"{document['samples']} samples{' of the objective' if document['terms'] else ''}"
+    counts = "{steps} steps, {prompts} prompts, {trained_tokens} trained tokens".format_map(document)
+    say(f"{show_path(document['rollouts'])}: {samples}, {counts}; on-policy (r = 1)")
     rows = [
         (
             mode,

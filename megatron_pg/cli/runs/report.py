@@ -5,13 +5,14 @@ its script is in the page.
 """
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_pg.cli.runs.curves import Run, add_run_options, metrics_of, read_runs, requested_metrics
 from megatron_pg.cli.terminal import InputError, check_output, say, show_json, show_path, table, written_whole
 from megatron_pg.metrics.limits import LIMITS
 from megatron_pg.metrics.table import METRICS
+from megatron_pg.rollouts.printable import printable
 
 SHOWN = (
     *("reward", "reward_std", "zero_variance_fraction", "response_length", "truncated_fraction", "pg_loss", "loss"),
@@ -25,24 +26,20 @@ _COUNTS = {"N_r": "num_rollouts", "P": "num_prompts", "T": "num_tokens"}
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `report`."""
     add_run_options(parser, metrics="the usual ones, the user's own, and those with a red flag", smooth=0.6)
-    parser.add_argument("--output", metavar="FILE", required=True, help="the page, .html; needs plotly")
+    parser.add_argument("--output", metavar="FILE", help="the page, .html; needs plotly. Without it, give --json")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
 
 
 def run(options: argparse.Namespace) -> int:
     """Write the page, and print its red flags."""
-    check_output(options.output, overwrite=options.overwrite)
-    page = _page()
+    if options.output is None and not options.json:
+        raise InputError("--output is not given. Give a file for the page, or --json for the red flags alone.")
+    if options.output is None and options.metrics:
+        raise InputError(f"--metrics {printable(options.metrics)} selects curves of the page. Give --output as well.")
+    page = None if options.output is None else _page(options)
     runs = read_runs(options.runs)
     flags = [flag for label, one_run in runs.items() for flag in red_flags(label, one_run)]
-    if options.metrics:
-        names = requested_metrics(options.metrics, runs)
-    else:
-        names = list(dict.fromkeys([*_default_metrics(runs), *(flag["metric"] for flag in flags)]))
-    curves = {name: {label: one_run.curves.get(name, {}) for label, one_run in runs.items()} for name in names}
-    with written_whole(options.output, overwrite=options.overwrite) as scratch:
-        text = page(curves, runs, _objectives(runs), [_cells(flag) for flag in flags], smoothing=options.smooth)
-        scratch.write_text(text, encoding="utf-8", errors="backslashreplace")  # names come from files
+    names = [] if page is None else _write(page, options, runs, flags)
     if options.json:
         show_json(flags)
         return 0
@@ -54,7 +51,24 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _page() -> Callable[..., str]:
+def _write(
+    page: Callable[..., str], options: argparse.Namespace, runs: Mapping[str, Run], flags: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Write the page; the metrics that it shows."""
+    if options.metrics:
+        names = requested_metrics(options.metrics, runs)
+    else:
+        names = list(dict.fromkeys([*_default_metrics(runs), *(flag["metric"] for flag in flags)]))
+    curves = {name: {label: one_run.curves.get(name, {}) for label, one_run in runs.items()} for name in names}
+    with written_whole(options.output, overwrite=options.overwrite) as scratch:
+        text = page(curves, runs, _objectives(runs), [_cells(flag) for flag in flags], smoothing=options.smooth)
+        scratch.write_text(text, encoding="utf-8", errors="backslashreplace")  # names come from files
+    return names
+
+
+def _page(options: argparse.Namespace) -> Callable[..., str]:
+    """What makes the page, if it can be written."""
+    check_output(options.output, overwrite=options.overwrite)
     try:
         from megatron_pg.cli.runs.report_page import page
     except Exception as error:  # plotly is missing or broken
