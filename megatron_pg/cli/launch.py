@@ -19,6 +19,7 @@ from megatron_pg.flags.megatron import ARGUMENTS, MEGATRON_FLAGS
 from megatron_pg.flags.spelling import meant_flags
 from megatron_pg.rollouts.printable import printable, shorten
 
+# verl: actor_rollout_ref.model.path=…, +PATH.megatron_pg={…}; the value of a flag may look like one
 _OVERRIDE = re.compile(r"[+~]{0,2}(?P<key>[A-Za-z_]\w*(?:\.\w+)*)=")
 _MOST_FLAGS = 20  # of other parsers, named in a row
 MODEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")

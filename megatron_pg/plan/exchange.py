@@ -51,7 +51,7 @@ class Head(NamedTuple):
     num_microbatches: int
     has_sampling_mask: int  # 1 or 0; -1 without rollouts that read it
     environments: int  # bytes of their names
-    agreed: int  # digest of the rule, below 2^31
+    agreed: int  # digest of `PlanRule.agreed`, below 2^31
     content: int  # digest of its samples, below 2^62; 0: not compared
 
     @classmethod
@@ -60,7 +60,7 @@ class Head(NamedTuple):
         has_ids = (int(local.has_rollout_ids), int(local.has_prompt_ids)) if len(local.rows) else (-1, -1)
         sizes = len(local.rows), int(error is not None), *has_ids, local.num_microbatches, local.has_sampling_mask
         environments = len(json.dumps(local.environments)) if local.environments else 0
-        return cls(*sizes, environments, hash_of(repr(rule)) >> 33, local.content)
+        return cls(*sizes, environments, hash_of(repr(rule.agreed)) >> 33, local.content)
 
     @property
     def row(self) -> Tensor:
