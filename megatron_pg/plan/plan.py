@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -94,7 +93,7 @@ def plan_step(
     rollout_ids: Sequence[Id] | Tensor | None = None,
     prompt_ids: Sequence[Id] | Tensor | None = None,
     positions_per_sample: Sequence[int] | Tensor | None = None,
-    group: ProcessGroup | EllipsisType | None = ...,
+    group: ProcessGroup | None = None,
 ) -> StepPlan:
     """Denominators of one optimizer step, from integer metadata, by a few small collectives.
 
@@ -109,13 +108,13 @@ def plan_step(
         prompt_ids: [S] the prompt group of each sample, unique over all ranks; needed by prompt_mean.
         positions_per_sample: [S] positions that the model processes for each sample; default its trained tokens.
         group: Megatron's pure data-parallel group, every rank of which must call; None counts this process alone.
-            Context-, tensor- and pipeline-parallel peers hold copies and are never summed. It must be given in a job
-            of several ranks.
+            Context-, tensor- and pipeline-parallel peers hold copies and are never summed. In a job of several ranks,
+            None warns: it is right only if this rank has every sample of the step.
 
     Raises:
         StepPlanError: on every rank of `group`, for an error on any of them.
     """
-    group = _given_or_alone(group)
+    _warn_if_alone(group)
     error, local, rule = None, None, PlanRule(aggregation=aggregation, divisor=divisor)
     try:
         rollouts, prompts = (None if ids is None else [plain(i) for i in ids] for ids in (rollout_ids, prompt_ids))
@@ -130,16 +129,14 @@ def plan_step(
     return plan
 
 
-def _given_or_alone(group: ProcessGroup | EllipsisType | None) -> ProcessGroup | None:
-    """The group as given; without one, this process alone, if no other rank can have samples of the step."""
-    if not isinstance(group, EllipsisType):
-        return group
-    if torch.distributed.is_initialized() and (size := torch.distributed.get_world_size()) > 1:
-        raise StepPlanError(
-            f"group is not given in a job of {size} ranks. Give the data-parallel group, or group=None if this rank "
-            "has every sample of the step."
+def _warn_if_alone(group: ProcessGroup | None) -> None:
+    """Warn of a plan without a group where other ranks can have samples of the step."""
+    if group is None and torch.distributed.is_initialized() and (size := torch.distributed.get_world_size()) > 1:
+        warnings.warn(
+            f"plan_step without group counts the samples of this rank alone, in a job of {size} ranks. Give the "
+            "data-parallel group, unless this rank has every sample of the step.",
+            stacklevel=3,
         )
-    return None
 
 
 def plan_from_table(

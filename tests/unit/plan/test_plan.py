@@ -1,6 +1,8 @@
 import dataclasses
 import math
 import random
+import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -285,14 +287,15 @@ def test_ranks_with_different_settings_are_refused_on_every_rank(expected):
     threads.run(3, work)
 
 
-def test_a_job_of_several_ranks_must_give_the_group():
-    def work(rank: int):
-        with pytest.raises(StepPlanError, match=r"^group is not given in a job of 2 ranks\."):
-            plan([2, 6], "token_mean")
-        groups = (None, dist.group.WORLD)
-        return [plan([2, 6], "token_mean", group=group).num_tokens for group in groups]
-
-    assert threads.run(2, work) == [[8, 16], [8, 16]]
+def test_a_plan_without_a_group_warns_in_a_job_of_several_ranks():
+    found = []
+    with mock.patch.object(warnings, "warn", lambda message, **_: found.append(message)):  # threads share the filters
+        alone = threads.run(2, lambda rank: plan([2, 6], "token_mean").num_tokens)
+        together = threads.run(2, lambda rank: plan([2, 6], "token_mean", group=dist.group.WORLD).num_tokens)
+    assert (alone, together) == ([8, 8], [16, 16])
+    assert [text[:71] for text in found] == [
+        "plan_step without group counts the samples of this rank alone, in a job"
+    ] * 2
     assert plan([2, 6], "token_mean").num_tokens == 8
 
 
