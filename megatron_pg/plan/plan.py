@@ -83,6 +83,7 @@ class StepPlan:
     depth_counts: tuple[int, ...] = ()  # n_d, trained tokens that a depth can predict
     selection: SelectionFacts | None = None  # of a correction that selects tokens over the step
     warning: str | None = None  # about ids that may not be unique over the step
+    agreed: int = field(default=0, repr=False)  # digest of the settings that its ranks have compared
 
 
 def plan_step(
@@ -199,6 +200,7 @@ def plan_from_table(
         num_microbatches=local.num_microbatches,
         selection=local.selection,
         warning=warning,
+        agreed=heads[0].agreed,
         facts=whole.facts,
     )
 

@@ -301,13 +301,14 @@ def check_agreement(
         if value != expected:
             raise ScheduleError(
                 f"step plan differs between ranks {first} and {rank}: they are peers of one data-parallel rank and "
-                "must receive the same micro-batches"
+                "must receive the same micro-batches and flags"
             )
 
 
 def _digest(batches: Sequence[PackedBatch], plan: StepPlan) -> float:
     """48 bits of everything that the loss and the metrics read, exact in float64."""
     content = hashlib.blake2b(plan.denominators.numpy().tobytes(), digest_size=6)
+    content.update(plan.agreed.to_bytes(4, "big"))
     for batch in batches:
         content.update(batch.digest)
     return float(int.from_bytes(content.digest(), "big"))

@@ -60,7 +60,7 @@ CHANGES = [
     *({"advantage": [0.5, 0.5]}, {"rollout_logprobs": [-1.5, -2.625]}, {"rollout_logprobs": None}),
     *({"ref_logprobs": [-1.25, -2.375]}, {"ref_logprobs": None}, {"reward": 1.0}, {"truncated": True}),
     *({"routed_experts": [[[0, 1]], [[2, 3]], [[4, 6]]]}, {"routed_experts": None}),
-    *({"denominator": 4.0}, {"qkv_format": "bshd"}),
+    *({"denominator": 4.0}, {"agreed": 7}, {"qkv_format": "bshd"}),
 ]
 
 
@@ -71,6 +71,7 @@ def test_peers_that_read_anything_else_stop_every_rank(changed):
     def work(rank: int) -> None:
         own = dict(changed) if rank else {}
         found, qkv_format = plan(own.pop("denominator", 2.0)), own.pop("qkv_format", "thd")
+        found = dataclasses.replace(found, agreed=own.pop("agreed", 0))
         batch = pack([sample(**own)], qkv_format=qkv_format, **layouts[qkv_format])
         checks.check_agreement([batch], found, None, ALONE)
 
