@@ -52,7 +52,6 @@ AGGREGATIONS = {
         unit="prompt",
         per_rollout=lambda length, mean, divisor: length,
         elsewhere="DAPO as printed; ScaleRL's prompt average; no flag of slime, miles, verl or TRL",
-        aliases=("dapo",),
         reducer="megatron_pg.reducers.prompt_mean:prompt_mean",
     ),
     "token_mean": AggregationDeclaration(
@@ -63,7 +62,7 @@ AGGREGATIONS = {
         per_rollout=lambda length, mean, divisor: mean,
         elsewhere="slime, miles, Megatron: --calculate-per-token-loss; verl: token-mean; TRL: dapo; NeMo-RL: "
         "token_level_loss true",
-        aliases=("dapo", "token", "bnpo"),
+        aliases=("token", "bnpo"),
         is_per_token=True,
         reducer="megatron_pg.reducers.token_mean:token_mean",
     ),
@@ -83,15 +82,9 @@ AGGREGATIONS = {
 }
 DEFAULT = "sample_mean"
 STEP_MEANS = {False: DEFAULT, True: "token_mean"}  # what Megatron's per-token flag by itself means
-
-
 _TWO_MEANINGS = {"dapo": "token_mean (DAPO's code) or prompt_mean (DAPO's paper)"}
 
 
 def elsewhere() -> dict[str, str]:
     """Our names of aggregations, by their names in other frameworks."""
-    names_of: dict[str, list[str]] = {}
-    for name, declaration in reversed(AGGREGATIONS.items()):
-        for alias in declaration.aliases:
-            names_of.setdefault(alias, []).append(name)
-    return {alias: " or ".join(names) for alias, names in names_of.items()} | _TWO_MEANINGS
+    return {alias: name for name, declared in AGGREGATIONS.items() for alias in declared.aliases} | _TWO_MEANINGS

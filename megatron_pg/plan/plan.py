@@ -232,12 +232,12 @@ def _check_rule(heads: Sequence[Head], rule: PlanRule, group: ProcessGroup | Non
     """Refuse ranks with different settings; the message names the first that differs."""
     if len({head.agreed for head in heads}) == 1:
         return
-    mine = torch.zeros(_MOST_SETTINGS, dtype=torch.int64)
-    mine[: len(rule.agreed)] = torch.tensor([hash_of(text) >> 1 for text in rule.agreed.values()])
+    mine, agreed = torch.zeros(_MOST_SETTINGS, dtype=torch.int64), rule.agreed
+    mine[: len(agreed)] = torch.tensor([hash_of(text) >> 1 for text in agreed.values()])
     of_ranks = gathered(mine, group)
     first = int((of_ranks != of_ranks[0]).any(dim=0).nonzero()[0])
     rank = int((of_ranks[:, first] != of_ranks[0, first]).nonzero()[0])
-    name, text = [*rule.agreed.items()][first]
+    name, text = [*agreed.items()][first]
     texts = gathered(encode(text, MESSAGE), group)
     zeroth, other = decode(texts[0]), decode(texts[rank])
     raise StepPlanError(

@@ -87,12 +87,12 @@ def test_only_units_with_a_trained_token_count_under_live(cli):
 
 
 def test_samples_of_other_terms_are_no_rollouts_of_the_objective(cli):
-    said = cli.json("explain", EXAMPLE, "--world-size 8 --pg-term sft:ce")
-    assert said["factors"]["N_r"].startswith("of 512 rollouts those of the objective, one sample each")
-    assert said["factors"]["denominator"] == "N_r·L = N_r·8192, N_r rollouts of the step"
-    assert said["weights_unit"] == "1/N_r"
-    on_the_same = cli.json("explain", EXAMPLE, "--world-size 8 --pg-term teacher:opd,on=rl")
-    assert on_the_same["factors"]["N_r"].startswith("512 rollouts, ")
+    with_sft = cli.json("explain", EXAMPLE, "--world-size 8 --pg-term sft:ce")
+    assert with_sft["factors"]["N_r"].startswith("of 512 rollouts those of the objective, one sample each")
+    assert with_sft["factors"]["denominator"] == "N_r·L = N_r·8192, N_r rollouts of the step"
+    assert with_sft["weights_unit"] == "1/N_r"
+    with_teacher = cli.json("explain", EXAMPLE, "--world-size 8 --pg-term teacher:opd,on=rl")
+    assert with_teacher["factors"]["N_r"].startswith("512 rollouts, ")
 
 
 def test_the_text_holds_formula_factors_and_weights(cli):
@@ -160,8 +160,8 @@ def test_values_of_other_flags_are_not_overrides(cli):
 
 
 def test_flags_that_are_not_read_are_named(cli):
-    said = "not read: --use-tis, --tis-clip; for a flag of another framework, see docs/migrating.md"
-    assert said in cli.done("validate --pg-kl-coef 0 --use-tis --tis-clip 2 --tis-clip=3")
+    row = "not read: --use-tis, --tis-clip; for a flag of another framework, see docs/migrating.md"
+    assert row in cli.done("validate --pg-kl-coef 0 --use-tis --tis-clip 2 --tis-clip=3")
     assert re.search(r"not read +--use-tis; for a flag", cli.done("explain --pg-kl-coef 0 --use-tis"))
     assert "not read" not in cli.done("validate --pg-kl-coef 0")
 

@@ -53,8 +53,8 @@ def test_few_rollouts_leave_causes_that_cannot_be_tested(write, cli):
     rows = two_sides(random.Random(3))
     path = write("r.jsonl", rows[:4])
     assert "bfloat16; 7 of 14 causes cannot be tested with these data\n" in cli.done("mismatch", path)
-    said = cli.done("mismatch --engine temperature=0.7 --trainer-temperature 1", path)
-    assert "temperatures 0.7 (engine) and 1 (trainer); the log-probabilities are too few" in said
+    out = cli.done("mismatch --engine temperature=0.7 --trainer-temperature 1", path)
+    assert "temperatures 0.7 (engine) and 1 (trainer); the log-probabilities are too few" in out
 
 
 def groups_found(said: dict) -> list[tuple[str, str]]:
