@@ -5,6 +5,7 @@ python plain_torch_ranks.py FOLDER AGGREGATION NUM_SAMPLES
 trains with each wrapper and head, and writes the gradient of one step of NUM_SAMPLES to FOLDER.
 """
 
+import os
 import sys
 from itertools import product
 from pathlib import Path
@@ -45,7 +46,11 @@ def main(folder: Path, aggregation: str, num_samples: int) -> None:
         found = gradient(wrap, head, aggregation, num_samples)
         if dist.get_rank() == 0:
             np.savez(folder / f"{wrap}_{head}.npz", **found)
-    dist.destroy_process_group()
+    dist.barrier()
+    # FSDP2 keeps the process group, and with it gloo's threads. One that frees a tensor while the interpreter shuts down
+    # aborts the process, so this one ends without a shutdown.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
