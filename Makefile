@@ -1,6 +1,7 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Both set up .venv first.
 #   PYTHON       interpreter that .venv is made of
 #   CONSTRAINTS  pins; empty on a machine whose torch must stay as it is
+#   PROCESSES    of `make test`: one waits for what the others share the cores with
 #   PIP_ARGS     further arguments of pip, for instance where PyTorch's CPU build comes from
 # `make papers` recomputes docs/papers.md's figures; `make docs` writes the generated page and pictures of docs/.
 # `make site` writes the pages and an API reference to .site/; `make dist` writes source archive and wheel to dist/.
@@ -16,6 +17,7 @@ RELEASES ?= 0.16.1
 TRITONS ?= 3.6.0 3.8.0 3.9.0
 HOSTS ?=
 PART ?=
+PROCESSES ?= 3
 ARGS ?=
 
 BIN := .venv/bin
@@ -31,7 +33,7 @@ demo: .venv/ready
 	PYTHON=$(BIN)/python bash examples/launch_cpu.sh --loss-aggregation constant --loss-aggregation-divisor 6 $(ARGS)
 
 test: .venv/ready $(VERL)
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n $(PROCESSES) --no-loadscope-reorder $(ARGS)
 
 # What a part of the proof installs, when that part is asked for or all of them are.
 needs = $(if $(or $(if $(PART),,all),$(filter $(1),$(PART))),$(2))

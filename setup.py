@@ -15,7 +15,7 @@ TRAINING = ["pyyaml", "einops", "psutil"]  # what megatron.training imports and 
 DEMO = [*TRAINING, "matplotlib>=3.8", "tensorboard>=2.15"]
 REPORT = ["plotly>=6"]
 COMPLETION = ["argcomplete>=3.4"]
-TEST = [*DEMO, *REPORT, *COMPLETION, "pytest>=8", "hypothesis>=6.100", "wandb>=0.17", "mypy>=1.13"]
+TEST = [*DEMO, *REPORT, *COMPLETION, "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "wandb>=0.17", "mypy>=1.13"]
 SITE = ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=1", "latex2mathml>=3.77"]
 
 

@@ -74,17 +74,42 @@ def small_tiles(monkeypatch):
 @pytest.fixture(scope="session", autouse=True)
 def background(request, tmp_path_factory, full):
     """Launches of real ranks, begun before the first test that runs."""
-    background = request.config.stash[BACKGROUND] = launches.Background(tmp_path_factory.mktemp, full)
-    for item in request.session.items:
-        for job in launches.jobs_of(item):
-            background.begin(job)
+    jobs = (job for item in request.session.items for job in launches.jobs_of(item))
+    background = request.config.stash[BACKGROUND] = launches.Background(tmp_path_factory.mktemp, full, jobs)
+    if not is_one_of_several(request.config):
+        background.begin()
     yield background
     background.end()
 
 
+def is_one_of_several(config):
+    """Whether pytest-xdist has started this process, which then runs a part of the tests."""
+    return hasattr(config, "workerinput")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        """Every file of tests runs in one process, all files with launches in the same one."""
+
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return "launches" if "@launches.launch" in (config.rootpath / file).read_text("utf-8") else file
+
+    return Files(config, log)
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: bool(launches.jobs_of(item)))  # what is waited for comes last
+def pytest_collection_modifyitems(config, items):
+    """Tests that wait for launches come last, or first where a process has nothing else to do."""
+    waits = {item.path: False for item in items}
+    for item in items:
+        waits[item.path] |= bool(launches.jobs_of(item))
+    items.sort(key=lambda item: bool(launches.jobs_of(item)))
+    if is_one_of_several(config):
+        items.sort(key=lambda item: not waits[item.path])
 
 
 def pytest_collection_finish(session):

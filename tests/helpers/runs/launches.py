@@ -5,12 +5,13 @@
         ...
         return folder
 
-is a fixture of its module: what the function returns. `conftest.py` begins the launches that the selected tests ask for
-with the first test, two at a time, and runs those tests last.
+is a fixture of its module: what the function returns. The launches that the selected tests ask for begin with the first
+test, a few at a time, and those tests run last. If pytest-xdist spreads the tests over processes, one process runs all
+tests that ask for launches, and nothing else.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,21 +43,22 @@ def jobs_of(item: pytest.Item) -> list[Job]:
 class Background:
     """The session's launches."""
 
-    def __init__(self, new_folder: Callable[[str], Path], full: bool) -> None:
-        self._new_folder, self._full = new_folder, full
+    def __init__(self, new_folder: Callable[[str], Path], full: bool, jobs: Iterable[Job]) -> None:
+        self._new_folder, self._full, self._jobs = new_folder, full, list(jobs)
         self._pool = ThreadPoolExecutor(AT_A_TIME)
         self._running: dict[Job, Future] = {}
         self.seconds = 0.0  # that launches took and no test has waited for
 
-    def begin(self, job: Job) -> None:
+    def begin(self) -> None:
         """Only the first call has an effect."""
-        if job not in self._running:
-            self._running[job] = self._pool.submit(self._timed, job, self._new_folder(job.__name__))
+        for job in self._jobs:
+            if job not in self._running:
+                self._running[job] = self._pool.submit(self._timed, job, self._new_folder(job.__name__))
 
     def result(self, job: Job) -> object:
         """What the job returned, or its error."""
         started = time.monotonic()
-        self.begin(job)
+        self.begin()
         found, seconds = self._running[job].result()
         self.seconds += seconds - (time.monotonic() - started)
         return found

@@ -55,11 +55,7 @@ RUNNING: set[subprocess.Popen] = set()
 
 
 def begin(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen:
-    """A process with its output as text, which ends with the session at the latest.
-
-    It yields to the tests of this process, which use one core only: they are done sooner, and then it has both.
-    """
-    command = [*warm.YIELDING, *command]
+    """A process with its output as text, which ends with the session at the latest."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, env=env, cwd=PACKAGE, text=True, **pipes)  # tests change the folder
     RUNNING.add(process)

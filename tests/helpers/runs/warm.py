@@ -30,7 +30,6 @@ READ_AT_IMPORT = ("PYTHONPATH", "PYTHONWARNINGS", "PYTHONHASHSEED", "TRITON_INTE
 # What most launches import; the example itself is run again, with all that it imports.
 IMPORTED = ("torch.distributed.run", "matplotlib.pyplot", "train_grpo")
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-YIELDING = ("nice", "-n", "10")  # what starts a process that gives way to the others
 LENGTH = 8  # bytes that give the length of a message
 
 _started: dict[str, str] = {}  # the executable, by what its server has imported
@@ -54,7 +53,7 @@ def _start(environment: Mapping[str, str]) -> str:
     here = Path(__file__).resolve()
     executable.write_text(f"#!/bin/sh\nexec '{sys.executable}' -I -S '{here}' '{folder}' '{sys.executable}' \"$@\"\n")
     executable.chmod(0o755)
-    command = [*YIELDING, sys.executable, str(here), str(folder)]
+    command = [sys.executable, str(here), str(folder)]
     server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     _servers.append(server)
     if not server.stdout.readline():

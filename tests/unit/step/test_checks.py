@@ -208,7 +208,7 @@ def grouped(**changed: object) -> tuple[types.SimpleNamespace, types.SimpleNames
     ("changed", "named"),
     [
         ({}, None),
-        ({"cp_stream": object()}, None),
+        ({"cp_stream": "a stream"}, None),
         ({"mtp_depths": 1}, "multi-token prediction"),
         ({"num_moe_experts": 4}, "a mixture of experts"),
         ({"multi_latent_attention": True}, "multi-latent attention"),
@@ -216,7 +216,7 @@ def grouped(**changed: object) -> tuple[types.SimpleNamespace, types.SimpleNames
         ({"cp_stream": None}, "Transformer Engine with --context-parallel-size 1"),
         ({"documents": True}, "a DocumentAccumulator"),
         ({"stages": 2}, "pipeline parallelism"),
-        ({"wrapper": {"param_and_grad_buffer": object()}}, "a wrapper that shards weights"),
+        ({"wrapper": {"param_and_grad_buffer": "a buffer"}}, "a wrapper that shards weights"),
     ],
     ids=str,
 )
