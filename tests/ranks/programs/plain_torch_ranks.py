@@ -47,8 +47,8 @@ def main(folder: Path, aggregation: str, num_samples: int) -> None:
         if dist.get_rank() == 0:
             np.savez(folder / f"{wrap}_{head}.npz", **found)
     dist.barrier()
-    # FSDP2 keeps the process group, and with it gloo's threads. One that frees a tensor while the interpreter shuts down
-    # aborts the process, so this one ends without a shutdown.
+    # FSDP2 keeps the process group, and with it gloo's threads. If one of them frees a tensor while the interpreter
+    # shuts down, the process aborts. So this one ends without a shutdown.
     sys.stdout.flush()
     os._exit(0)
 
