@@ -5,6 +5,7 @@
 #   PIP_ARGS     further arguments of pip, for instance where PyTorch's CPU build comes from
 # `make papers` recomputes docs/papers.md's figures; `make docs` writes the generated page and pictures of docs/.
 # `make site` writes the pages and an API reference to .site/; `make dist` writes source archive and wheel to dist/.
+# `make drivers` runs the hosts' own drivers on a CPU: verl's, and those of the checkouts in HOSTS.
 # `make prove` runs every case that docs/proof.md counts and writes that page, `make prove PART=ranks` one of its parts (the page
 # lists them). Part releases runs on the other megatron-core releases named by RELEASES (0.18.2 and 0.19.2 need Python 3.12:
 # make prove PART=releases PYTHON=python3.12 RELEASES="0.16.1 0.18.2 0.19.2"), part hosts in the loops of other trainers whose
@@ -25,9 +26,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 
 PAPERS := length_bias group_size head_precision kl_gradients distillation_gradients
 VERL := .venv/verl-0.9.1
+DRIVERS := .venv/drivers
 PICTURES := weights zigzag dataflow
 
-.PHONY: demo test prove papers lint check fix docs site dist clean
+.PHONY: demo test drivers prove papers lint check fix docs site dist clean
 
 demo: .venv/ready
 	PYTHON=$(BIN)/python bash examples/launch_cpu.sh --loss-aggregation constant --loss-aggregation-divisor 6 $(ARGS)
@@ -35,10 +37,13 @@ demo: .venv/ready
 test: .venv/ready $(VERL)
 	$(BIN)/python -m pytest -q -n $(PROCESSES) --no-loadscope-reorder $(ARGS)
 
+drivers: .venv/ready $(DRIVERS)
+	HOSTS=$(HOSTS) $(BIN)/python -m pytest -q tests/drivers $(ARGS)
+
 # What a part of the proof installs, when that part is asked for or all of them are.
 needs = $(if $(or $(if $(PART),,all),$(filter $(1),$(PART))),$(2))
 
-prove: .venv/ready $(call needs,hosts,$(VERL)) $(call needs,kernels,$(TRITONS:%=.venv/triton-%)) \
+prove: .venv/ready $(call needs,hosts,$(VERL)) $(call needs,drivers,$(DRIVERS)) $(call needs,kernels,$(TRITONS:%=.venv/triton-%)) \
 		$(call needs,releases,$(patsubst %,.venv/megatron-core-%,$(filter-out $(MEGATRON_CORE),$(RELEASES))))
 	HOSTS=$(HOSTS) $(BIN)/python tests/helpers/proof.py $(PART) $(if $(ARGS),-- $(ARGS))
 
@@ -77,6 +82,15 @@ fix: .venv/ready
 $(VERL): constraints/verl.txt | .venv/ready
 	rm -rf $@
 	$(PIP) --no-deps --target $@ --requirement constraints/verl.txt
+	@touch $@
+
+# Ray and what the hosts' drivers import; torch and Megatron are those of .venv.
+$(DRIVERS): constraints/drivers.txt | .venv/ready
+	rm -rf $@
+	$(BIN)/python -m venv $@
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> $$($@/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/of_venv.pth
+	$@/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) --no-deps --requirement constraints/drivers.txt
 	@touch $@
 
 docs: .venv/ready

@@ -40,6 +40,7 @@ PARTS = {  # the files and folders below tests/ that each part runs; a nested pa
     "faults": ("ranks/test_lost_ranks.py", "ranks/test_two_nodes.py"),
     "releases": ("ranks/test_releases.py",),
     "hosts": ("hosts",),
+    "drivers": ("drivers",),
 }
 
 

@@ -1,0 +1,157 @@
+"""The hosts' own drivers, from the command line to the weights, with their loss and with ours.
+
+`make drivers` runs verl's `main_ppo`. The `train.py` of slime and miles and NeMo-RL's `run_grpo.py` need checkouts:
+`make prove PART=drivers HOSTS=FOLDER`. Every run has two ranks, gloo, Ray, Megatron's DDP and optimizer, and four steps.
+"""
+
+import functools
+import itertools
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import drive
+import driver_oracle
+import host_runs
+import numpy as np
+import processes
+import pytest
+import torch
+from driver_oracle import Step
+
+HOSTS = {"verl": None, "slime": "SLIME", "miles": "MILES", "nemo_rl": "NEMO_RL"}  # the variables of checkouts
+DEFAULTS = {  # of each host: the mean over the step, and the numbers of the objective
+    "verl": (driver_oracle.token_mean, {"low": 0.2, "high": 0.2, "cap": 3.0}),
+    "slime": (driver_oracle.sample_mean, {"low": 0.2, "high": 0.28}),
+    "miles": (driver_oracle.sample_mean, {"low": 0.2, "high": 0.28}),
+    "nemo_rl": (driver_oracle.token_mean, {"low": 0.2, "high": 0.2}),
+}
+LAYOUTS = {  # that a driver runs on a CPU, in addition to two data-parallel ranks
+    "verl": ("tensor", "context", "pipeline"),
+    "slime": ("tensor",),
+    "miles": ("tensor",),
+    "nemo_rl": ("tensor", "context"),
+}
+LOSS = 1e-6  # absolute; advantages are about 1
+NORM = {"bfloat16": 3e-3, "float32": 1e-5}  # relative; the oracle rounds logits to bfloat16, but not their gradients
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a host trains, and what the oracle needs to know about it."""
+
+    ours: dict | None  # options of our loss; None: the host's own loss
+    oracle: dict = field(default_factory=dict)
+    layout: dict = field(default_factory=dict)
+    is_fused: bool = False  # NeMo-RL's logits are made outside our loss
+
+
+OF_64 = {"loss_aggregation": "constant", "loss_aggregation_divisor": 64}
+RUNS = {
+    "own": Run(None),
+    "ours": Run({}),
+    "all": Run(OF_64 | {"pg_correction": "tis"}, {"weigh": driver_oracle.constant(64), "tis": 2.0}, is_fused=True),
+    "reducer": Run(
+        {"custom_pg_loss_reducer_function_path": "driver_reducers:sums_over_64"},
+        {"weigh": driver_oracle.constant(64)},
+    ),
+    **{name: Run({}, layout={name: 2}) for name in ("tensor", "context", "pipeline")},
+}
+ALWAYS, FULL = ("ours", "all"), ("reducer", "tensor", "context", "pipeline")
+
+
+@pytest.fixture(scope="module")
+def begin(tmp_path_factory):
+    """Starts a run of a host."""
+    if not drive.PYTHON.exists():
+        pytest.skip("needs .venv/drivers: make drivers")
+    inputs = drive.write_inputs(tmp_path_factory.mktemp("inputs"))
+
+    def begin(host: str, name: str, **more: object):
+        folder, run = tmp_path_factory.mktemp(f"{host}_{name}"), RUNS[name]
+        given = {"ours": run.ours, "layout": run.layout} | more
+        if host != "nemo_rl":
+            given["is_fused"] = run.is_fused
+        if host == "verl":
+            return drive.begin_verl(folder, inputs, **given), folder
+        if (checkout := host_runs.checkout(HOSTS[host])) is None:
+            pytest.skip(f"needs a checkout of {host}: make prove PART=drivers HOSTS=FOLDER, or {HOSTS[host]}")
+        if host == "nemo_rl":
+            return drive.begin_nemo_rl(Path(checkout), folder, inputs, **given), folder
+        return drive.begin_rollout_host(host, Path(checkout), folder, inputs, **given), folder
+
+    return begin
+
+
+@pytest.fixture(scope="module")
+def steps_of(begin):
+    """The optimizer steps of a run, which has ended, and the losses that ours has logged."""
+
+    @functools.cache
+    def steps_of(host: str, name: str) -> tuple[list[Step], list[float]]:
+        process, folder = begin(host, name)
+        drive.wait_for(process, folder)
+        steps = [Step(folder / "steps", number) for number in range(drive.STEPS)]
+        if name == "own":
+            return steps, []
+        if host == "nemo_rl":
+            return steps, [line["pg/pg_loss"] for line in processes.records(folder / "train.jsonl")]
+        return steps, [line["pg_loss"] for line in processes.records(folder / "metrics.jsonl")]
+
+    return steps_of
+
+
+@pytest.mark.proof("Drivers: four steps of a host's own driver, own loss against ours: samples, norms, weights")
+@pytest.mark.parametrize("host", HOSTS)
+def test_our_loss_trains_as_the_hosts_own(steps_of, host, evidence):
+    (own, _), (ours, _) = steps_of(host, "own"), steps_of(host, "ours")
+    worst = 0.0
+    for theirs, step in zip(own, ours, strict=True):
+        assert step.samples == theirs.samples
+        norm, expected = step.grad_norm, theirs.grad_norm
+        worst = max(worst, abs(norm - expected) / expected)
+    after, expected = ours[-1].weights("after"), own[-1].weights("after")
+    for name, weights in expected.items():
+        assert np.abs(weights - own[0].weights("before")[name]).max() > 0.02  # four steps of Adam with 0.01
+        worst = max(worst, np.abs(after[name] - weights).max() / np.abs(weights).max())
+    evidence(cases=len(ours), worst=worst, tolerance=1e-6)
+
+
+@pytest.mark.proof("Drivers: every step of a host's driver with our loss equals the float64 oracle")
+@pytest.mark.parametrize(("host", "name"), [*itertools.product(HOSTS, (*ALWAYS, *FULL))])
+def test_every_step_equals_the_oracle(steps_of, host, name, full, evidence):
+    if name in FULL and not full:
+        pytest.skip("in the full tier")
+    if RUNS[name].layout and name not in LAYOUTS[host]:
+        pytest.skip(f"{host}'s driver does not run this layout on a CPU")
+    steps, logged = steps_of(host, name)
+    weigh, numbers = DEFAULTS[host]
+    is_rounded = host != "nemo_rl" and not RUNS[name].is_fused
+    options = {"weigh": weigh, **numbers, "logits": torch.bfloat16 if is_rounded else torch.float32}
+    found = [driver_oracle.loss_and_norm(step, **options | RUNS[name].oracle) for step in steps]
+    losses = torch.tensor([loss for loss, _ in found]).view(len(logged), -1).mean(dim=1)
+    assert (torch.tensor(logged) - losses).abs().max() < LOSS
+    worst = max(abs(step.grad_norm / norm - 1) for step, (_, norm) in zip(steps, found, strict=True))
+    evidence(cases=len(steps), worst=worst, tolerance=NORM["float32" if host == "nemo_rl" else "bfloat16"])
+
+
+@pytest.mark.proof("Drivers: a killed worker ends a host's job with an error and leaves whole lines")
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_killed_worker_ends_the_job(begin, host, full, evidence):
+    if not full:
+        pytest.skip("in the full tier")
+    process, folder = begin(host, "ours", rollouts=1000)
+    second = folder / "steps" / "1_1.json"  # of rank 1
+    while not second.exists():
+        assert process.poll() is None, (folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-3000:]
+        time.sleep(0.1)
+    os.kill(driver_oracle.pid_of(second), signal.SIGKILL)
+    try:
+        assert process.wait(processes.HANG) != 0
+    finally:
+        processes.end(process)
+    if host != "nemo_rl":  # whose loss writes no file
+        assert len(processes.records(folder / "metrics.jsonl")) > 0
+    evidence(cases=1)
