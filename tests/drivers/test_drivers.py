@@ -1,11 +1,11 @@
 """The hosts' own drivers, from the command line to the weights, with their loss and with ours.
 
-`make drivers` runs verl's `main_ppo`. The `train.py` of slime and miles and NeMo-RL's `run_grpo.py` need checkouts:
-`make prove PART=drivers HOSTS=FOLDER`. Every run has two ranks, gloo, Ray, Megatron's DDP and optimizer, and four steps.
+`make drivers` runs verl's `main_ppo` from its wheel. The `train.py` of slime and miles and NeMo-RL's `run_grpo.py` need
+checkouts, which are folders of HOSTS named slime, miles and nemo_rl. Further versions are folders like slime@v0.3.1,
+verl's too. Every run has two ranks, gloo, Ray, Megatron's DDP and optimizer, and four steps.
 """
 
 import functools
-import itertools
 import os
 import signal
 import time
@@ -14,19 +14,27 @@ from pathlib import Path
 
 import drive
 import driver_oracle
-import host_runs
 import numpy as np
 import processes
 import pytest
 import torch
 from driver_oracle import Step
 
-HOSTS = {"verl": None, "slime": "SLIME", "miles": "MILES", "nemo_rl": "NEMO_RL"}  # the variables of checkouts
+
+def _host(version: str) -> str:
+    """The host of `host@version`."""
+    return version.partition("@")[0]
+
+
 DEFAULTS = {  # of each host: the mean over the step, and the numbers of the objective
     "verl": (driver_oracle.token_mean, {"low": 0.2, "high": 0.2, "cap": 3.0}),
     "slime": (driver_oracle.sample_mean, {"low": 0.2, "high": 0.28}),
     "miles": (driver_oracle.sample_mean, {"low": 0.2, "high": 0.28}),
     "nemo_rl": (driver_oracle.token_mean, {"low": 0.2, "high": 0.2}),
+}
+FOLDER = os.environ.get("HOSTS")
+CHECKOUTS = dict.fromkeys(DEFAULTS) | {  # by host or host@version; verl alone needs none
+    path.name: path for path in sorted(Path(FOLDER).iterdir() if FOLDER else []) if _host(path.name) in DEFAULTS
 }
 LAYOUTS = {  # that a driver runs on a CPU, in addition to two data-parallel ranks
     "verl": ("tensor", "context", "pipeline"),
@@ -54,8 +62,7 @@ RUNS = {
     "ours": Run({}),
     "all": Run(OF_64 | {"pg_correction": "tis"}, {"weigh": driver_oracle.constant(64), "tis": 2.0}, is_fused=True),
     "reducer": Run(
-        {"custom_pg_loss_reducer_function_path": "driver_reducers:sums_over_64"},
-        {"weigh": driver_oracle.constant(64)},
+        {"custom_pg_loss_reducer_function_path": "driver_reducers:sums_over_64"}, {"weigh": driver_oracle.constant(64)}
     ),
     **{name: Run({}, layout={name: 2}) for name in ("tensor", "context", "pipeline")},
 }
@@ -69,18 +76,18 @@ def begin(tmp_path_factory):
         pytest.skip("needs .venv/drivers: make drivers")
     inputs = drive.write_inputs(tmp_path_factory.mktemp("inputs"))
 
-    def begin(host: str, name: str, **more: object):
-        folder, run = tmp_path_factory.mktemp(f"{host}_{name}"), RUNS[name]
-        given = {"ours": run.ours, "layout": run.layout} | more
-        if host != "nemo_rl":
-            given["is_fused"] = run.is_fused
+    def begin(version: str, name: str, **more: object):
+        host, checkout, run = _host(version), CHECKOUTS[version], RUNS[name]
+        if checkout is None and host != "verl":
+            pytest.skip(f"needs a checkout of {host}: HOSTS=FOLDER")
+        folder = tmp_path_factory.mktemp(f"{version}_{name}")
+        given = {"checkout": checkout, "ours": run.ours, "layout": run.layout} | more
+        if host == "nemo_rl":
+            return drive.begin_nemo_rl(folder, inputs, **given), folder
+        given["is_fused"] = run.is_fused
         if host == "verl":
             return drive.begin_verl(folder, inputs, **given), folder
-        if (checkout := host_runs.checkout(HOSTS[host])) is None:
-            pytest.skip(f"needs a checkout of {host}: make prove PART=drivers HOSTS=FOLDER, or {HOSTS[host]}")
-        if host == "nemo_rl":
-            return drive.begin_nemo_rl(Path(checkout), folder, inputs, **given), folder
-        return drive.begin_rollout_host(host, Path(checkout), folder, inputs, **given), folder
+        return drive.begin_rollout_host(host, folder, inputs, **given), folder
 
     return begin
 
@@ -90,13 +97,13 @@ def steps_of(begin):
     """The optimizer steps of a run, which has ended, and the losses that ours has logged."""
 
     @functools.cache
-    def steps_of(host: str, name: str) -> tuple[list[Step], list[float]]:
-        process, folder = begin(host, name)
+    def steps_of(version: str, name: str) -> tuple[list[Step], list[float]]:
+        process, folder = begin(version, name)
         drive.wait_for(process, folder)
         steps = [Step(folder / "steps", number) for number in range(drive.STEPS)]
         if name == "own":
             return steps, []
-        if host == "nemo_rl":
+        if _host(version) == "nemo_rl":
             return steps, [line["pg/pg_loss"] for line in processes.records(folder / "train.jsonl")]
         return steps, [line["pg_loss"] for line in processes.records(folder / "metrics.jsonl")]
 
@@ -104,9 +111,9 @@ def steps_of(begin):
 
 
 @pytest.mark.proof("Drivers: four steps of a host's own driver, own loss against ours: samples, norms, weights")
-@pytest.mark.parametrize("host", HOSTS)
-def test_our_loss_trains_as_the_hosts_own(steps_of, host, evidence):
-    (own, _), (ours, _) = steps_of(host, "own"), steps_of(host, "ours")
+@pytest.mark.parametrize("version", CHECKOUTS)
+def test_our_loss_trains_as_the_hosts_own(steps_of, version, evidence):
+    (own, _), (ours, _) = steps_of(version, "own"), steps_of(version, "ours")
     worst = 0.0
     for theirs, step in zip(own, ours, strict=True):
         assert step.samples == theirs.samples
@@ -120,13 +127,15 @@ def test_our_loss_trains_as_the_hosts_own(steps_of, host, evidence):
 
 
 @pytest.mark.proof("Drivers: every step of a host's driver with our loss equals the float64 oracle")
-@pytest.mark.parametrize(("host", "name"), [*itertools.product(HOSTS, (*ALWAYS, *FULL))])
-def test_every_step_equals_the_oracle(steps_of, host, name, full, evidence):
+@pytest.mark.parametrize("name", [*ALWAYS, *FULL])
+@pytest.mark.parametrize("version", CHECKOUTS)
+def test_every_step_equals_the_oracle(steps_of, version, name, full, evidence):
+    host = _host(version)
     if name in FULL and not full:
         pytest.skip("in the full tier")
     if RUNS[name].layout and name not in LAYOUTS[host]:
         pytest.skip(f"{host}'s driver does not run this layout on a CPU")
-    steps, logged = steps_of(host, name)
+    steps, logged = steps_of(version, name)
     weigh, numbers = DEFAULTS[host]
     is_rounded = host != "nemo_rl" and not RUNS[name].is_fused
     options = {"weigh": weigh, **numbers, "logits": torch.bfloat16 if is_rounded else torch.float32}
@@ -138,11 +147,11 @@ def test_every_step_equals_the_oracle(steps_of, host, name, full, evidence):
 
 
 @pytest.mark.proof("Drivers: a killed worker ends a host's job with an error and leaves whole lines")
-@pytest.mark.parametrize("host", HOSTS)
-def test_a_killed_worker_ends_the_job(begin, host, full, evidence):
+@pytest.mark.parametrize("version", CHECKOUTS)
+def test_a_killed_worker_ends_the_job(begin, version, full, evidence):
     if not full:
         pytest.skip("in the full tier")
-    process, folder = begin(host, "ours", rollouts=1000)
+    process, folder = begin(version, "ours", rollouts=1000)
     second = folder / "steps" / "1_1.json"  # of rank 1
     while not second.exists():
         assert process.poll() is None, (folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-3000:]
@@ -152,6 +161,20 @@ def test_a_killed_worker_ends_the_job(begin, host, full, evidence):
         assert process.wait(processes.HANG) != 0
     finally:
         processes.end(process)
-    if host != "nemo_rl":  # whose loss writes no file
+    if _host(version) != "nemo_rl":  # whose loss writes no file
         assert len(processes.records(folder / "metrics.jsonl")) > 0
+    evidence(cases=1)
+
+
+@pytest.mark.proof("Drivers: a run that slime or miles has resumed continues metrics.jsonl without a line twice")
+@pytest.mark.parametrize("version", [version for version in CHECKOUTS if _host(version) in ("slime", "miles")])
+def test_a_resumed_run_continues_its_file(begin, version, full, tmp_path, evidence):
+    if not full:
+        pytest.skip("in the full tier")
+    ours, checkpoints = {"pg_metrics_file": tmp_path / "metrics.jsonl"}, tmp_path / "checkpoints"
+    for rollouts in (1, 2):
+        process, folder = begin(version, "ours", ours=ours, rollouts=rollouts, checkpoints=checkpoints)
+        drive.wait_for(process, folder)
+        lines = processes.records(tmp_path / "metrics.jsonl")
+        assert [line["iteration"] for line in lines] == [*range(1, rollouts * drive.STEPS_PER_ROLLOUT + 1)]
     evidence(cases=1)

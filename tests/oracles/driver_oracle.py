@@ -105,9 +105,7 @@ def _row(values: Sequence[float], mask: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _logprobs(
-    embedding: Tensor, head: Tensor, tokens: Sequence[int], num_response: int, dtype: torch.dtype
-) -> Tensor:
+def _logprobs(embedding: Tensor, head: Tensor, tokens: Sequence[int], num_response: int, dtype: torch.dtype) -> Tensor:
     """Of the response's tokens, each after the one before it."""
     ids = torch.tensor(tokens)
     logits = embedding[ids[:-1]] @ head.T

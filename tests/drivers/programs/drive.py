@@ -49,6 +49,14 @@ def wait_for(process: subprocess.Popen, folder: Path) -> None:
     assert status == 0, (folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-6000:]
 
 
+def sizes(layout: Mapping[str, int]) -> dict[str, int]:
+    """Megatron's names of the sizes of parallel groups."""
+    return {
+        f"{name}_parallel_size" if name == "context" else f"{name}_model_parallel_size": size
+        for name, size in layout.items()
+    }
+
+
 def options(values: Mapping[str, object], prefix: str = "") -> list[str]:
     """Hydra's overrides of nested values."""
     words = []
@@ -64,20 +72,19 @@ def begin_verl(
     folder: Path,
     inputs: Path,
     *,
+    checkout: Path | None,
     ours: Mapping[str, object] | None,
     layout: Mapping[str, int] = {},
     is_fused: bool = False,
     rollouts: int = ROLLOUTS,
 ) -> subprocess.Popen:
     """verl's `main_ppo`, with our loss and these options of it, or with verl's own loss."""
-    megatron = {f"{name}_model_parallel_size": size for name, size in layout.items() if name != "context"}
-    megatron |= {"context_parallel_size": layout.get("context", 1)}
     actor = {
         "ppo_mini_batch_size": PROMPTS // STEPS_PER_ROLLOUT,
         "use_dynamic_bsz": True,
         "ppo_max_token_len_per_gpu": 64,
         "optim.lr": 1e-2,
-        "megatron": megatron,
+        "megatron": sizes(layout),
     }
     rollout = {
         "name": "table",
@@ -128,7 +135,7 @@ def begin_verl(
         words.append("actor_rollout_ref.model.external_lib=megatron_pg.verl")
         words += [f"+{VERL_OPTIONS}.{name}={value}" for name, value in {**METRICS_FILE, **ours}.items()]
     command = ["-m", "verl.trainer.main_ppo", "--config-name=ppo_megatron_trainer", *words]
-    return begin("verl", folder, command, VERL_ENGINE_DEVICE="cuda")
+    return begin("verl", folder, command, *([checkout] if checkout else []), VERL_ENGINE_DEVICE="cuda")
 
 
 VERL_OPTIONS = "actor_rollout_ref.actor.megatron.override_mcore_model_config.megatron_pg"
@@ -137,18 +144,21 @@ METRICS_FILE = {"pg_metrics_file": "metrics.jsonl"}
 
 def begin_rollout_host(
     host: str,
-    checkout: Path,
     folder: Path,
     inputs: Path,
     *,
+    checkout: Path,
     ours: Mapping[str, object] | None,
     layout: Mapping[str, int] = {},
     is_fused: bool = False,
     rollouts: int = ROLLOUTS,
+    checkpoints: Path | None = None,
 ) -> subprocess.Popen:
     """The `train.py` of slime or miles, started by our launcher with these flags, or by itself."""
     values = {
-        "load_debug_rollout_data": inputs / "rollout_0.pt" if rollouts > ROLLOUTS else inputs / "rollout_{rollout_id}.pt",
+        "load_debug_rollout_data": inputs / "rollout_0.pt"
+        if rollouts > ROLLOUTS
+        else inputs / "rollout_{rollout_id}.pt",
         "hf_checkpoint": inputs / "model",
         "num_rollout": rollouts,
         "rollout_batch_size": PROMPTS,
@@ -179,36 +189,43 @@ def begin_rollout_host(
         "advantage_estimator": "grpo",
         "eps_clip": 0.2,
         "eps_clip_high": 0.28,
-        **{f"{name}_model_parallel_size": size for name, size in layout.items() if name != "context"},
-        **{"context_parallel_size": size for name, size in layout.items() if name == "context"},
+        **sizes(layout),
         **({} if ours is None else {**METRICS_FILE, **ours}),
         **({"pg_fused_head": "forward"} if is_fused else {}),
-        "load" if host == "slime" else "ref_load": inputs / "model",
+        **({"load": inputs / "model"} if host == "slime" else {"ref_load": inputs / "empty"}),
     }
+    resumed = []
+    if checkpoints is not None:  # torch's Adam has no state when Megatron asks for its shape, so none is loaded
+        values |= {"load": checkpoints, "save": checkpoints, "save_interval": 1}
+        values |= {"ref_load": inputs / ("model" if host == "slime" else "empty")}
+        resumed = ["no_load_optim", "no_load_rng"]
     switches = (
-        *("debug_train_only", "untie_embeddings_and_output_weights", "use_dynamic_batch_size", "use_cpu_initialization"),
+        *(
+            "debug_train_only",
+            "untie_embeddings_and_output_weights",
+            "use_dynamic_batch_size",
+            "use_cpu_initialization",
+        ),
         *("no_gradient_accumulation_fusion", "no_persist_layer_norm", "no_masked_softmax_fusion"),
         *("no_bias_gelu_fusion", "no_bias_dropout_fusion", "no_rope_fusion", "disable_rollout_global_dataset"),
     )
     words = [word for name, value in values.items() for word in (flag(name), str(value))]
     launcher = [] if ours is None else ["-m", f"megatron_pg.{host}"]
-    command = [*launcher, str(checkout / "train.py"), *words, *map(flag, switches)]
+    command = [*launcher, str(checkout / "train.py"), *words, *map(flag, [*switches, *resumed])]
     return begin(host, folder, command, checkout)
 
 
 def begin_nemo_rl(
-    checkout: Path,
     folder: Path,
     inputs: Path,
     *,
+    checkout: Path,
     ours: Mapping[str, object] | None,
     layout: Mapping[str, int] = {},
     rollouts: int = ROLLOUTS,
 ) -> subprocess.Popen:
     """NeMo-RL's `run_grpo.py`, started by our launcher with these options in `loss_fn.megatron_pg`, or by itself."""
-    megatron = {f"{name}_model_parallel_size": size for name, size in layout.items() if name != "context"}
-    megatron |= {
-        "context_parallel_size": layout.get("context", 1),
+    megatron = sizes(layout) | {
         "freeze_moe_router": False,
         "optimizer": {"bf16": False, "use_precision_aware_optimizer": False, "lr": 1e-2},
         "distributed_data_parallel_config": {"overlap_grad_reduce": False, "overlap_param_gather": False},
@@ -217,7 +234,8 @@ def begin_nemo_rl(
         "grpo": {
             "num_prompts_per_step": PROMPTS,
             "num_generations_per_prompt": GROUP,
-            "max_num_steps": rollouts, "max_num_epochs": 1000,
+            "max_num_steps": rollouts,
+            "max_num_epochs": 1000,
             "val_period": 0,
         },
         "loss_fn.reference_policy_kl_penalty": 0,

@@ -7,6 +7,7 @@ from pathlib import Path
 def write(folder: str, prompts: list[list[int]], num_prompts: int, group: int) -> None:
     """Everything; a rollout has `group` samples of each of `num_prompts` prompts."""
     place = Path(folder)
+    (place / "empty").mkdir()  # where miles looks for a checkpoint
     write_model(place / "model")
     write_verl_prompts(place / "train.parquet", prompts)
     write_rollouts(place, prompts[:num_prompts], group)

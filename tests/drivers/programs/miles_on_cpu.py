@@ -24,7 +24,6 @@ def prepare() -> None:
     """Called before miles is imported."""
     import torch
 
-    torch.cuda.mem_get_info = lambda *rest: (8 << 30, 16 << 30)  # miles divides by the total
     rollout_on_cpu.prepare(
         "miles",
         data="miles.backends.training_utils.data",
@@ -35,6 +34,7 @@ def prepare() -> None:
         },
         after={"miles.backends.megatron_utils.arguments": _set_older_names},
     )
+    torch.cuda.mem_get_info = lambda *rest: (8 << 30, 16 << 30)  # miles divides by the total
 
 
 def _set_older_names(arguments: ModuleType) -> None:

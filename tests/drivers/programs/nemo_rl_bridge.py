@@ -133,7 +133,11 @@ def get_model(
 
 
 def setup_optimizer(
-    optimizer_config: Any, scheduler_config: Any, model: Sequence[Any], use_gloo_process_groups: bool = True, **rest: Any
+    optimizer_config: Any,
+    scheduler_config: Any,
+    model: Sequence[Any],
+    use_gloo_process_groups: bool = True,
+    **rest: Any,
 ) -> tuple:
     from megatron.core import optimizer as optimizers
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -212,9 +216,7 @@ CONTENTS = {
         "logical_and_across_model_parallel_group": itself,
         "reduce_max_stat_across_model_parallel_group": itself,
     },
-    f"{TRAINING}utils": {
-        "flop_utils": SimpleNamespace(num_floating_point_operations=lambda config, batch_size: 0.0),
-    },
+    f"{TRAINING}utils": {"flop_utils": SimpleNamespace(num_floating_point_operations=lambda config, batch_size: 0.0)},
     "megatron.bridge.utils.cuda_graph": {"set_cuda_graph_modules": nothing},
     "megatron.bridge.utils.common_utils": {"get_rank_safe": lambda: int(os.environ.get("RANK", "0"))},
     "megatron.bridge.utils.vocab_utils": {"calculate_padded_vocab_size": lambda size, *rest: size},

@@ -44,7 +44,9 @@ class Generation:
         from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
         rows, logs, sizes = [], [], []
-        for place, (row, length) in enumerate(zip(data["input_ids"].tolist(), data["input_lengths"].tolist(), strict=True)):
+        for place, (row, length) in enumerate(
+            zip(data["input_ids"].tolist(), data["input_lengths"].tolist(), strict=True)
+        ):
             tokens, logprobs = toy.sample(self.table, row[length - 1], f"{self.number} {place}")
             rows.append(torch.tensor(row[:length] + tokens))
             logs.append(torch.tensor([0.0] * length + logprobs))

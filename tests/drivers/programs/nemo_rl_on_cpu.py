@@ -34,10 +34,7 @@ def prepare() -> None:
     import typing_extensions
 
     typing.TypedDict = typing_extensions.TypedDict  # pydantic asks for it below Python 3.12
-    parser = {
-        "math_verify.metric": {"math_metric": reward},
-        "math_verify.errors": {"TimeoutException": TimeoutError},
-    }
+    parser = {"math_verify.metric": {"math_metric": reward}, "math_verify.errors": {"TimeoutException": TimeoutError}}
     on_cpu.prepare(
         ABSENT,
         nemo_rl_bridge.CONTENTS | parser,

@@ -28,9 +28,7 @@ class RouterArgs:
         pass
 
 
-def prepare(
-    host: str, *, data: str, absent: Sequence[str] = (), contents: Mapping = {}, after: Mapping = {}  # noqa: B006
-) -> None:
+def prepare(host: str, *, data: str, absent: Sequence[str] = (), contents: Mapping = {}, after: Mapping = {}) -> None:
     """Called before the host is imported. `data` names its module with `DataIterator`."""
     router = {"sglang_router.launch_router": {"RouterArgs": RouterArgs}}
     changes = {f"{host}.ray.placement_group": _start_ray, data: _record_samples, **after}

@@ -4,21 +4,23 @@ Python imports this module at startup. `DRIVER` names the host: verl, slime, mil
 """
 
 import importlib
+import importlib.util
 import os
 import sys
 
 
 class _BeforeHost:
-    """Calls `prepare` of the host's module `…_on_cpu` with the first import of the host."""
+    """Calls `prepare` of the host's module `…_on_cpu` with the first import of the host, or of its engine."""
 
     def __init__(self, host: str):
         self._host = host
 
     def find_spec(self, name, path=None, target=None):
-        if name == self._host:
-            sys.meta_path.remove(self)
-            importlib.import_module(f"{self._host}_on_cpu").prepare()
-        return None
+        if name not in (self._host, "sglang"):
+            return None
+        sys.meta_path.remove(self)
+        importlib.import_module(f"{self._host}_on_cpu").prepare()
+        return importlib.util.find_spec(name)  # `prepare` has changed the list of finders
 
 
 if "DRIVER" in os.environ:

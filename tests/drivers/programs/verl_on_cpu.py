@@ -1,4 +1,4 @@
-"""verl's driver on a machine without a GPU. Not verl's own: Megatron-Bridge, and a rollout that samples from a table."""
+"""verl's driver on a machine without a GPU. Not verl's own: Megatron-Bridge, and a rollout from a table of logits."""
 
 import importlib
 import itertools

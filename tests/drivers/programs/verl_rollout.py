@@ -49,10 +49,7 @@ class Server:
         seed = f"{self._steps} {prompt_ids} {sampling_params['session']}"
         tokens, logprobs = toy.sample(self._table, prompt_ids[-1], seed)
         return TokenOutput(
-            token_ids=tokens,
-            log_probs=logprobs,
-            stop_reason="completed",
-            extra_fields={"global_steps": self._steps},
+            token_ids=tokens, log_probs=logprobs, stop_reason="completed", extra_fields={"global_steps": self._steps}
         )
 
 
