@@ -5,7 +5,6 @@ import re
 import sys
 from importlib import metadata
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -25,12 +24,13 @@ def test_the_import_names_the_missing_piece_and_the_command_that_adds_it(missing
     """The import runs again without the module, with the version that has no megatron.training."""
     version = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "0.16.1" if name == "megatron-core" else version(name))
-    with mock.patch.dict(sys.modules, {missing: None}):
-        for name in {*sys.modules} - {missing}:
-            if name.startswith(("megatron.training", "megatron_pg.pretrain")):
-                del sys.modules[name]
-        with pytest.raises(ImportError) as refused:
-            importlib.import_module("megatron_pg.pretrain")
+    importlib.import_module("megatron_pg.pretrain")  # so that everything below it is imported, once
+    for name in [*sys.modules]:
+        if name.startswith(("megatron.training", "megatron_pg.pretrain")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError) as refused:
+        importlib.import_module("megatron_pg.pretrain")
     text = str(refused.value)
     assert text.startswith("megatron_pg.pretrain needs megatron.training, which")
     assert said in text
