@@ -71,7 +71,8 @@ def taught(folder, full):
     """A run that saves its policy, and one that begins with it and has it as its teacher; in bfloat16, which no module
     is built in."""
     saved = str(folder / "teacher" / "saved")
-    launch(folder / "teacher", "--bf16", "--save", saved, "--save-interval", "2", "--train-iters", "2")
+    small = ["--bf16", "--prompts-per-rollout", "8", "--global-batch-size", "64", "--micro-batch-size", "32"]
+    launch(folder / "teacher", *small, "--save", saved, "--save-interval", "2", "--train-iters", "2")
     begins = [
         "--load",
         saved,
@@ -82,7 +83,7 @@ def taught(folder, full):
         "0",
         "--train-iters",
         "2",
-        "--bf16",
+        *small,
     ]
     terms = ["--pg-term", "teacher:opd,on=rl,weight=0.5,aggregation=token_mean", "--lr-warmup-iters", "0"]
     return launch(folder / "student", *begins, *terms, "--teacher", saved)
