@@ -68,7 +68,7 @@ def test_the_warm_up_is_shorter_than_a_short_run(script, flags, warm_up, is_said
 def shown_help(folder, full):
     """What the launch script prints for --help, with the exit code of the example."""
     command = ["bash", str(EXAMPLES / "launch_cpu.sh"), "--pg-temperature", "1", "--help"]
-    return processes.run(command, processes.environment()).stdout
+    return processes.run(command, processes.with_warm_python(processes.environment())).stdout
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import subprocess
 import launches
 import proof
 import pytest
+from processes import environment, with_warm_python
 
 RECORD = json.loads(proof.RECORD.read_text(encoding="utf-8"))
 STAMP = {"date": "2026-01-01", "machine": "2 CPU cores"}
@@ -16,7 +17,7 @@ STAMP = {"date": "2026-01-01", "machine": "2 CPU cores"}
 @launches.launch
 def collected(folder, full):
     """The rows of all tests that are marked as proof."""
-    return proof.collected()
+    return proof.collected(with_warm_python(environment()))
 
 
 def test_the_page_has_a_row_for_every_test_marked_as_proof_and_no_other(collected):
@@ -175,7 +176,7 @@ def test_a_row_without_a_case_is_what_the_run_fails_for(empty_record, monkeypatc
 
 def test_the_fixture_and_the_marks_write_the_rows(tmp_path):
     test = "tests/unit/test_cp_utils.py::test_labels_are_the_next_token_of_the_same_document_on_whichever_rank_that_is"
-    found, status = proof.rows_of([test, "-k", "3"])
+    found, status = proof.rows_of([test, "-k", "3"], with_warm_python(environment()))
     assert status == 0
     assert list(found) == ["context-parallel slices, exact"]
     (shown,) = found.values()

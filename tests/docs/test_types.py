@@ -14,15 +14,18 @@ import megatron_pg
 ROOT = Path(__file__).parents[2]
 
 
-def checked(folder: Path, source: str) -> list[str]:
-    """What mypy says of a user's file, line by line."""
-    file = folder / "users.py"
-    file.write_text(source, encoding="utf-8")
+def checked(folder: Path, **sources: str) -> SimpleNamespace:
+    """What mypy says of a user's files, line by line."""
+    files = {name: folder / f"{name}.py" for name in sources}
+    for name, file in files.items():
+        file.write_text(sources[name], encoding="utf-8")
     cache = ["--cache-dir", str(ROOT / ".mypy_cache"), "--config-file", str(ROOT / "pyproject.toml")]
-    command = [sys.executable, "-m", "mypy", *cache, "--check-untyped-defs", "--no-implicit-reexport", str(file)]
+    command = [sys.executable, "-m", "mypy", *cache, "--check-untyped-defs", "--no-implicit-reexport"]
+    command += map(str, files.values())
     done = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, check=False)  # tests change the folder
     assert not done.stderr, done.stderr
-    return [line.partition("users.py:")[2] for line in done.stdout.splitlines() if "users.py:" in line]
+    lines = [line.partition(".py:") for line in done.stdout.splitlines()]
+    return SimpleNamespace(**{name: [said for of, _, said in lines if Path(of).name == name] for name in files})
 
 
 NAMES = [name for name in megatron_pg.__all__ if name != "__version__"]
@@ -37,10 +40,11 @@ def said(folder, full):
     names = "def my_rollouts(*a: Any, **k: Any) -> Any: ...\n"
     revealed = "".join(f"reveal_type(megatron_pg.{name})\n" for name in NAMES)
     wrong = "from megatron_pg import pack, plan_step\npack('text', rows=1.5)\nplan_step([1], aggregation=3)\n"
-    return SimpleNamespace(
-        of_quickstart=checked(folder, f"from typing import Any\n{names}{quickstart}"),
-        of_names=checked(folder, f"import megatron_pg\n{revealed}"),
-        of_wrong_calls=checked(folder, wrong),
+    return checked(
+        folder,
+        of_quickstart=f"from typing import Any\n{names}{quickstart}",
+        of_names=f"import megatron_pg\n{revealed}",
+        of_wrong_calls=wrong,
     )
 
 

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,19 +131,20 @@ def holds(row: dict) -> bool:
 # --- runs ---
 
 
-def rows_of(arguments: list[str]) -> tuple[dict[str, dict], int]:
-    """The rows of the selected tests and the exit status of pytest."""
+def rows_of(arguments: list[str], environment: Mapping[str, str] | None = None) -> tuple[dict[str, dict], int]:
+    """The rows of the selected tests and the exit status of pytest; an environment has its interpreter as PYTHON."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "proof", f"--proof-rows={out}", *arguments]
-        done = subprocess.run(command, cwd=TESTS.parent, check=False, stdout=sys.__stderr__)
+        python = environment["PYTHON"] if environment else sys.executable
+        command = [python, "-m", "pytest", "-q", "-m", "proof", f"--proof-rows={out}", *arguments]
+        done = subprocess.run(command, cwd=TESTS.parent, check=False, stdout=sys.__stderr__, env=environment)
         return json.loads(out.read_text("utf-8")) if out.exists() else {}, done.returncode
 
 
-def collected() -> dict[str, dict]:
+def collected(environment: Mapping[str, str] | None = None) -> dict[str, dict]:
     """The rows of all tests that are marked as proof, without figures."""
     marked = [path for path in TESTS.rglob("test_*.py") if "mark.proof(" in path.read_text("utf-8")]
-    rows, status = rows_of(["-qq", "--collect-only", *sorted(map(str, marked))])
+    rows, status = rows_of(["-qq", "--collect-only", *sorted(map(str, marked))], environment)
     assert status == 0, "the tests marked as proof cannot be collected"
     return rows
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import nemo_oracle
 import nemo_stand_in
-import processes
 import pytest
 import torch
 from host_cases import error as host_error
@@ -275,19 +274,6 @@ def test_another_signature_is_named_before_training(monkeypatch):
         ArgumentError, match=r"lm_policy:Policy\.train takes \(self, batch, loss\), .* NeMo-RL 7ea279ab"
     ):
         install()
-
-
-def test_the_checkouts_harness_finds_modules_that_the_installed_megatron_lacks(tmp_path: Path):
-    module = tmp_path / "nemo_rl" / "distributed" / "model_utils.py"
-    module.parent.mkdir(parents=True)
-    module.write_text("class AllGatherCPTensor:\n    backward = None\n", encoding="utf-8")
-    script = (
-        "import sys, nemo_trainer\n"
-        "nemo_trainer.load(sys.argv[1])\n"
-        "import megatron.bridge.training.utils.train_utils as train_utils\n"
-        "print(train_utils.reduce_max_stat_across_model_parallel_group(3, mp_group=None))\n"
-    )
-    assert processes.run_warm("-c", script, str(tmp_path)).stdout.strip() == "3"
 
 
 def test_the_launcher_runs_a_script_with_our_loss(tmp_path: Path, capsys, monkeypatch):

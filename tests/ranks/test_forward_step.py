@@ -10,6 +10,7 @@ from rank_cases import (
     BALANCED_FULL,
     DOCUMENTS,
     DOCUMENTS_4,
+    DOCUMENTS_FULL,
     DYNAMIC,
     DYNAMIC_4,
     DYNAMIC_DOCUMENTS,
@@ -55,8 +56,8 @@ def cases(full):
 
 
 def hybrid_cases(full: bool) -> list[str]:
-    """The same cases with a HybridModel; a third of them in the default tier, because the loss is the same code."""
-    return hybrid(FULL if full else FAST[::3])
+    """The same cases with a HybridModel; a fourth of them in the default tier, because the loss is the same code."""
+    return hybrid(FULL if full else FAST[::4])
 
 
 # Of one launch: Megatron-FSDP keeps some groups of its cases, and the threads of gloo's groups wake up all the time.
@@ -74,7 +75,7 @@ def results(folder, full):
     predicted += DYNAMIC_FULL if full else DYNAMIC
     balanced, replayed = (BALANCED_FULL, REPLAYED_FULL) if full else (BALANCED, REPLAYED)
     cases = {*trained, *hybrid_cases(full), *predicted, *balanced, *replayed, *MTP_PLAIN, *PIECES, *in_pieces(PIECES)}
-    cases |= {*SCALED_EXP, *FSDP, *(FSDP_FULL if full else [])}
+    cases |= {*SCALED_EXP, *FSDP, *([*FSDP_FULL, *DOCUMENTS_FULL] if full else [])}
     cases = sorted({*cases, *DOCUMENTS, *DYNAMIC_DOCUMENTS, *EVALUATIONS}, key=lambda case: case.split("-")[0])
     references = [*REFERENCES, *hybrid(ALIKE), *MTP_REFERENCES, *MTP_ORACLES, *parts_of(balanced)]
     with processes.finished([processes.start(1, one, references)]):
@@ -93,9 +94,9 @@ def faulty(folder, full):
 
 
 @pytest.mark.proof("Real ranks, documents per step: every parameter's gradient on 2 ranks equals one process")
-def test_a_step_of_documents_has_the_gradient_and_metrics_of_one_process(results, evidence):
+def test_a_step_of_documents_has_the_gradient_and_metrics_of_one_process(results, full, evidence):
     two, one = results
-    cases = [*DOCUMENTS, *DYNAMIC_DOCUMENTS]
+    cases = [*DOCUMENTS, *DYNAMIC_DOCUMENTS, *(DOCUMENTS_FULL if full else [])]
     evidence(cases=len(cases), worst=compare(two, one, cases), tolerance=LIMIT)
     check_documents(two, one, cases, ranks=2)
 

@@ -7,7 +7,7 @@ import launches
 import pytest
 from processes import beside_each_other, records
 
-FLAGS = example_runs.words_of(example_runs.FLAGS | {"train-iters": 10})  # five steps of it imitate, without an engine
+FLAGS = example_runs.words_of(example_runs.FLAGS | {"train-iters": 8})  # five steps of it imitate, without an engine
 TEMPERATURES = {"equal": "1.0", "hot": "1.4"}
 
 

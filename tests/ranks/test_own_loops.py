@@ -1,6 +1,7 @@
 """The loops of examples/own_loop.py and examples/plain_torch.py: every number of ranks trains the same."""
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,7 +74,8 @@ WRAPPED = [(wrap, head) for wrap in plain_torch.WRAPPERS for head in plain_torch
 @launches.launch
 def plain(folder, full):
     """What two ranks without Megatron print, and their gradients by wrapper and head."""
-    env = environment() | {"CUDA_VISIBLE_DEVICES": ""}  # two ranks may not share a GPU
+    # The ranks import everything themselves, and no two of them may share a GPU.
+    env = with_warm_python(environment()) | {"PYTHON_EXEC": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     script = str(TESTS / "ranks/programs/plain_torch_ranks.py")
     done = wait_for(on_ranks(2, env, script, str(folder), "prompt_mean", str(NUM_SAMPLES)))
     gradients = {pair: dict(np.load(folder / f"{'_'.join(pair)}.npz")) for pair in WRAPPED}

@@ -3,6 +3,7 @@ reducers both ways."""
 
 import difflib
 import importlib
+import os
 import re
 import sys
 from types import ModuleType, SimpleNamespace
@@ -11,7 +12,7 @@ import launches
 import pytest
 import recipe_files
 import torch
-from processes import ROOT
+from processes import ROOT, environment
 from recipe_files import block_of
 from recipe_runs import (
     CONSTANT,
@@ -46,7 +47,8 @@ def theirs(folder, full):
     """What the script on our loss prints, with a reducer file of slime's and miles's form."""
     recipe_files.write(folder)
     flag = "--custom-pg-loss-reducer-function-path"
-    return launch("plain_after.py", flag, "their_reducer.reducer", first=[folder])
+    path = environment()["PYTHONPATH"] + os.pathsep + str(folder)
+    return launch("plain_after.py", flag, "their_reducer.reducer", PYTHONPATH=path)
 
 
 def test_the_plain_script_takes_five_new_lines_which_the_page_shows():

@@ -26,23 +26,22 @@ def crossed(*parts: str) -> list[str]:
 # head, experts: a mixture of experts, ep: distributed over data-parallel ranks, uneven: all samples on one
 # data-parallel rank, hybrid: a HybridModel of the GPTModel's layers.
 FAST = [
-    *crossed("dp2 cp2", EVERY_MODE),
+    *crossed("dp2", EVERY_MODE),
     *words("""
-    tp2-constant tp2-token_mean tp2s-sample_mean tp2s-token_mean-tied
-    pp2-prompt_mean pp2-token_mean pp2v-sample_mean-tied pp2v-token_mean
-    cp2t-sample_mean cp2t-token_mean dp2t-constant
-    dp2-constant-gspo cp2-sample_mean-gspo cp2t-token_mean-gspo tp2-sample_mean-gspo
-    tp2s-constant-fused tp2-sample_mean-fused-tied tp2s-token_mean-recompute-tied tp2s-constant-fp32-tied
+    cp2-sample_mean cp2-token_mean tp2-constant tp2s-sample_mean tp2s-token_mean-tied
+    pp2-prompt_mean pp2-token_mean pp2v-sample_mean-tied cp2t-token_mean dp2t-constant
+    dp2-constant-gspo cp2-sample_mean-gspo cp2t-token_mean-gspo
+    tp2-sample_mean-fused-tied tp2s-token_mean-recompute-tied tp2s-constant-fp32-tied
     pp2-prompt_mean-fused-tied pp2v-token_mean-fused cp2t-sample_mean-fused dp2-constant-fused-dist-overlap
     tp2-constant-fp32-dist-overlap dp2-sample_mean-recompute-tied-dist-overlap
     cp2t-sample_mean-gspo-recompute tp2s-constant-gspo-recompute
     ep2-sample_mean-experts ep2-token_mean-experts-dist-overlap ep2-constant-experts-fused
     dp2-constant-terms cp2t-token_mean-recompute-terms pp2v-sample_mean-terms tp2s-prompt_mean-fused-terms
-    dp2-constant-fused-whole cp2t-sample_mean-recompute-whole tp2s-token_mean-fused-whole
+    cp2t-sample_mean-recompute-whole tp2s-token_mean-fused-whole
     pp2v-prompt_mean-fused-whole tp2-constant-recompute-whole-tied
     tp2s-constant-fused-kept cp2t-sample_mean-kept tp2-token_mean-recompute-kept
     dp2-constant-klcov cp2t-token_mean-klcov tp2s-sample_mean-fused-klcov pp2v-prompt_mean-klcov
-    dp2-prompt_mean-dist dp2-constant-tied-dist-overlap dp2-token_mean-overlap dp2-sample_mean-uneven
+    dp2-prompt_mean-dist dp2-constant-tied-dist-overlap dp2-sample_mean-uneven
     """),
 ]
 # without the entropy that the other cases report
@@ -52,8 +51,7 @@ SCALED_EXP = words("""
 """)
 # the gradient of the router's own losses alone, in a step of PARTS micro-batches; each is run alone for comparison
 PARTS = 4
-BALANCED = crossed("dp2 dp2t tp2s cp2 cp2t", "token_mean", "experts-balance")
-BALANCED += crossed("dp2t tp2s cp2t", "sample_mean", "experts-balance")
+BALANCED = crossed("dp2t tp2s cp2t", "sample_mean token_mean", "experts-balance")
 LOSSES = "balance balance-activations auxloss seqauxloss zloss"  # of the router
 BALANCED_FULL = crossed("dp2 dp2t tp2s tp2ts cp2 cp2t pp2", "sample_mean token_mean", "experts", LOSSES)
 HEADS = ". fused recompute"
@@ -84,10 +82,10 @@ ALIKE = REFERENCES[::7]  # every mode and every option once
 # mtp and mtp2: one and two depths of multi-token prediction, own: with the weights of the aggregation. A reference in
 # one process for each, which is compared with loops over the samples.
 MTP = words("""
-    dp2-token_mean-mtp dp2-sample_mean-mtp2 dp2-token_mean-mtp-uneven dp2t-prompt_mean-mtp-own
+    dp2-token_mean-mtp dp2-token_mean-mtp-uneven dp2t-prompt_mean-mtp-own
     dp2-constant-mtp-fused-dist-overlap dp2-sample_mean-mtp2-own
-    cp2-constant-mtp cp2t-token_mean-mtp2 cp2t-sample_mean-mtp cp2t-token_mean-mtp-fused cp2t-constant-mtp-own
-    tp2-constant-mtp tp2-constant-mtp-fp32-tied tp2s-token_mean-mtp-fused tp2s-sample_mean-mtp2-recompute
+    cp2-constant-mtp cp2t-token_mean-mtp2 cp2t-token_mean-mtp-fused cp2t-constant-mtp-own
+    tp2-constant-mtp-fp32-tied tp2s-token_mean-mtp-fused tp2s-sample_mean-mtp2-recompute
     pp2-token_mean-mtp pp2-prompt_mean-mtp-tied pp2-token_mean-mtp-tied-fused pp2v-sample_mean-mtp-tied-recompute
     ep2-token_mean-experts-mtp ep2-sample_mean-experts-mtp-fused
     dp2-token_mean-mtp-hybrid cp2t-token_mean-mtp-fused-hybrid pp2-constant-mtp2-hybrid
@@ -153,13 +151,16 @@ FSDP_LATER = [
 ]
 # docs: the same samples as a step of --docs-per-step
 DOCUMENTS = words("""
-    dp2t-sample_mean-docs dp2-prompt_mean-docs dp2t-token_mean-docs dp2t-constant-dist-overlap-docs
-    tp2t-constant-docs tp2s-token_mean-docs tp2ts-prompt_mean-docs
-    pp2-sample_mean-docs pp2t-token_mean-docs pp2v-constant-docs pp2tv-token_mean-docs
-    cp2t-prompt_mean-docs cp2-constant-docs cp2t-token_mean-docs
+    dp2t-sample_mean-docs dp2-prompt_mean-docs dp2t-constant-dist-overlap-docs
+    tp2t-constant-docs tp2ts-prompt_mean-docs pp2t-token_mean-docs pp2v-constant-docs
+    cp2t-prompt_mean-docs cp2-constant-docs
     dp2t-token_mean-mtp-docs cp2t-constant-mtp2-fused-docs dp2t-constant-docs-terms dp2t-constant-docs-klcov
-    dp2t-constant-fused-docs pp2tv-token_mean-fused-docs cp2t-sample_mean-gspo-recompute-docs
+    pp2tv-token_mean-fused-docs cp2t-sample_mean-gspo-recompute-docs
     pp2tv-sample_mean-hybrid-docs
+""")
+DOCUMENTS_FULL = words("""
+    dp2t-token_mean-docs tp2s-token_mean-docs pp2-sample_mean-docs pp2tv-token_mean-docs cp2t-token_mean-docs
+    dp2t-constant-fused-docs
 """)
 DOCUMENTS_4 = crossed("dp2cp2 dp2cp2t", EVERY_MODE, "docs")
 EVALUATIONS = ["dp2-constant-evaluate", "tp2s-constant-fused-evaluate", "pp2-prompt_mean-fused-evaluate"]

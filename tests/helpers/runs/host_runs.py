@@ -19,7 +19,7 @@ def checkout(name: str) -> str | None:
 
 def figures(folder: Path, module: str, *, full: bool, **variables: str) -> dict:
     """What `tests/hosts/programs/MODULE.py` finds."""
-    env = {name: value for name, value in environment().items() if name not in CHECKOUTS} | variables
-    env = with_warm_python(env | ({"FULL": "1"} if full else {}))
+    env = {name: value for name, value in environment().items() if name not in CHECKOUTS}
+    env = with_warm_python(env) | variables | ({"FULL": "1"} if full else {})
     wait_for(on_ranks(2, env, str(ROOT / "tests/hosts/programs/recipe_ranks.py"), str(folder), module))
     return json.loads((folder / f"{module}.json").read_text(encoding="utf-8"))

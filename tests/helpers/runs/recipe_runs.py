@@ -14,9 +14,9 @@ LIMIT = 2e-6  # of gradients in float32 against float64
 # --- into a plain pretrain script ---
 
 
-def launch(*arguments: str, processes: int = 1, first: Sequence[Path] = ()) -> str:
+def launch(*arguments: str, processes: int = 1, first: Sequence[Path] = (), **variables: str) -> str:
     env = environment(*first) if first else with_warm_python(environment())
-    env |= {"PROCESSES": str(processes)}
+    env |= {"PROCESSES": str(processes)} | variables
     return run(["bash", str(RECIPES / "launch_plain.sh"), *arguments], env).stdout
 
 

@@ -2,8 +2,8 @@
 
 `python()` is an executable for launches. It takes `-m module …`, `-c code …` or `script.py …` as an interpreter does.
 A server, which the first call starts, forks a process with the caller's arguments, environment, folder and files; the
-executable waits for it, passes signals on and ends as it does. In an environment that imports anything else it is the
-plain interpreter.
+executable waits for it, passes signals on and ends as it does. PYTHONPATH may have further folders at its end. In an
+environment that imports anything else it is the plain interpreter.
 """
 
 import array
@@ -104,7 +104,10 @@ def call(folder: Path, interpreter: str, words: list[str]) -> NoReturn:
     rest = words[len(options) :]
     is_known = bool(rest) and (rest[0] in ("-m", "-c") or not rest[0].startswith("-"))
     imported = json.loads((folder / "imported.json").read_text(encoding="utf-8"))
-    if not is_known or imported != _read_at_import(os.environ):
+    now = _read_at_import(os.environ)
+    if now["PYTHONPATH"].startswith(imported["PYTHONPATH"]):
+        imported["PYTHONPATH"] = now["PYTHONPATH"]
+    if not is_known or imported != now:
         os.execv(interpreter, [interpreter, *words])
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(str(folder / "socket"))
@@ -198,6 +201,8 @@ def become(request: dict, set_at_import: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(set_at_import | request["env"])
     np.random.seed()  # Python's own generator is seeded at a fork
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path += [folder for folder in folders if folder and folder not in sys.path]
     words = request["words"]
     if request["is_unbuffered"]:
         sys.stdout.reconfigure(write_through=True)

@@ -1,12 +1,11 @@
 """An installation that lacks what `megatron_pg.pretrain` needs says what, and how to add it."""
 
-import os
+import importlib
 import re
-import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
-import processes
 import pytest
 
 from megatron_pg.declarations import installation
@@ -21,27 +20,21 @@ SAID = [
 
 
 @pytest.mark.parametrize(("missing", "said"), SAID)
-def test_the_import_names_the_missing_piece_and_the_command_that_adds_it(missing, said):
-    """In its own process, in which the module is not there, with the version that has no megatron.training."""
-    code = (
-        "import sys\n"
-        "class Absent:\n"
-        "    def find_spec(name, path=None, target=None):\n"
-        f"        if name == {missing!r}:\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-        "sys.meta_path.insert(0, Absent)\n"
-        "from importlib import metadata\n"
-        "version = metadata.version\n"
-        "metadata.version = lambda name: '0.16.1' if name == 'megatron-core' else version(name)\n"
-        "import megatron_pg.pretrain\n"
-    )
-    environment = os.environ | {"PYTHONPATH": str(processes.PACKAGE)}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True)
-    last = done.stderr.splitlines()[-1]
-    assert done.returncode == 1
-    assert last.startswith("ImportError: megatron_pg.pretrain needs megatron.training, which")
-    assert said in last
-    assert re.search(r"pip install |Use Python 3\.11", last)
+def test_the_import_names_the_missing_piece_and_the_command_that_adds_it(missing, said, monkeypatch):
+    """The import runs again without the module, with the version that has no megatron.training."""
+    version = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "0.16.1" if name == "megatron-core" else version(name))
+    importlib.import_module("megatron_pg.pretrain")  # so that everything below it is imported, once
+    for name in [*sys.modules]:
+        if name.startswith(("megatron.training", "megatron_pg.pretrain")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError) as refused:
+        importlib.import_module("megatron_pg.pretrain")
+    text = str(refused.value)
+    assert text.startswith("megatron_pg.pretrain needs megatron.training, which")
+    assert said in text
+    assert re.search(r"pip install |Use Python 3\.11", text)
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,8 @@ def of_sequences(found, expected) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @pytest.mark.parametrize("name", ROWS)
 def test_one_launch_is_the_policy_loss_and_its_gradient(name, full, evidence, monkeypatch):
     monkeypatch.setattr(segments, "BLOCK", 32)  # so that a sequence has several
-    errors = []
-    for number, estimator in enumerate([None, *ESTIMATORS]):
+    errors, numbered = [], [*enumerate([None, *ESTIMATORS])]
+    for number, estimator in numbered if full else numbered[ROWS.index(name) % 3 :: 3]:
         for seed in range(10 if full else 1):
             kl = {"kl_coef": 0.3, "kl_estimator": estimator} if estimator else {}
             terms = kl | ({"entropy_coef": 0.2} if (number + seed) % 2 else {})
