@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_pg.declarations.objectives import CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT, OBJECTIVES
+from megatron_pg.declarations.objectives import CAP, CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT, OBJECTIVES
 from megatron_pg.flags.option_text import Selection
 from megatron_pg.hosts.startup import Inherited, defaults, flag_of
 
@@ -16,12 +16,9 @@ _ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}  # low_va
 _UNSUPPORTED = {  # flags whose effect lies in the loss that ours replaces, and the replacement
     "custom_tis_function_path": "remove it and choose a --pg-correction (docs/corrections.md)",
     "use_opsm": "give --pg-correction opsm_old,high=… or opsm,high=…",
-    "eps_clip_c": "give --pg-objective dual_clip,cap=…",
     "get_mismatch_metrics": "remove it; --pg-metrics has them where samples have rollout log-probabilities",
     "recompute_loss_function": "remove it; --pg-fused-head stores no logits",
     "custom_loss_function_path": "remove it, or remove this loss",
-    "use_critic": "remove it; the loss has no critic",
-    "allgather_cp": "remove it; context parallelism slices in zigzag order here",
 }
 _OURS = ("pg_", "loss_aggregation", "docs_per_step")  # prefixes of our arguments
 
@@ -35,7 +32,12 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
 def inherited(args: argparse.Namespace) -> Iterator[Inherited]:
     """Values that our arguments take from the host's flags."""
     yield Inherited("--rollout-temperature", "pg_temperature", args.rollout_temperature)
-    if _objective(args) in _CLIPPED:
+    objective = _objective(args)
+    for flag, theirs in _selected(args):
+        yield Inherited(flag, "pg_objective", theirs)
+    if args.eps_clip_c is not None and objective == "dual_clip":
+        yield Inherited.number("--eps-clip-c", CAP, args.eps_clip_c)
+    if objective in _CLIPPED:
         for name, ours in _CLIPS.items():
             value = getattr(args, name)
             yield Inherited(flag_of(name), ours, value, value == _EPS_CLIP)
@@ -60,12 +62,20 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
             yield f"{flag_of(name)} {'' if value is True else f'{value} '}is not supported by this loss: {advice}"
     if args.loss_type != "policy_loss":
         yield f"--loss-type {args.loss_type} is another loss; remove it, or remove this one"
-    if args.advantage_estimator in ("gspo", "cispo") and objective != args.advantage_estimator:
+    if options.get("use_critic"):
+        yield "--advantage-estimator ppo trains a critic, which this loss does not support. Use grpo."
+    if options.get("allgather_cp") and options.get("context_parallel_size", 1) > 1:
         yield (
-            f"--advantage-estimator {args.advantage_estimator} selects the host's loss of that name, and ours is "
-            f"{objective}; give --pg-objective {args.advantage_estimator}, or --advantage-estimator grpo, whose "
-            "advantages are the same"
+            f"--allgather-cp with --context-parallel-size {args.context_parallel_size} splits samples into contiguous "
+            "parts, and this loss reads zigzag parts. Remove --allgather-cp, or use --context-parallel-size 1."
         )
+    if args.advantage_estimator == "cispo" and objective != "cispo":
+        yield (
+            "--advantage-estimator cispo selects the host's loss of that name. Give --advantage-estimator grpo, whose "
+            f"advantages are the same, and --pg-objective cispo,cap={1 + args.eps_clip_high:g}."
+        )
+    if len(selected := [*_selected(args)]) > 1:
+        yield f"{' and '.join(flag for flag, _ in selected)} together have no objective here; remove one"
     if objective not in _CLIPPED and (args.eps_clip, args.eps_clip_high) != (_EPS_CLIP, _EPS_CLIP):
         yield (
             f"--eps-clip {args.eps_clip} --eps-clip-high {args.eps_clip_high} have no effect with --pg-objective "
@@ -97,5 +107,15 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
+def _selected(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """The host's flags that select an objective, each with ours."""
+    if args.advantage_estimator == "gspo":
+        yield "--advantage-estimator gspo", "gspo"
+    if args.eps_clip_c is not None:
+        yield "--eps-clip-c", "dual_clip"
+
+
 def _objective(args: argparse.Namespace) -> str:
-    return str(Selection.of("--pg-objective", vars(args).get("pg_objective", DEFAULT)).name)
+    """The objective in force; of two that contradict each other, the host's."""
+    theirs = next((name for _, name in _selected(args)), None)
+    return theirs or str(Selection.of("--pg-objective", vars(args).get("pg_objective", DEFAULT)).name)
