@@ -77,7 +77,7 @@ def options(**chosen: object) -> Any:
 
 
 def train(
-    loss_fn: Any, *, rows: str, steps_of: int = ROWS, batch: dict[str, Tensor] | None = None
+    loss_fn: Any, *, rows: str, steps_of: int = ROWS, batch: dict[str, Tensor] | None = None, **settings: object
 ) -> tuple[list[list[Tensor]], dict[str, float]]:
     """Gradients of every step, and the metrics as NeMo-RL's driver would log them."""
     model = build()
@@ -88,6 +88,7 @@ def train(
         loss_fn,
         rows=rows,
         steps_of=steps_of,
+        **settings,
     )
     logged = {name: sum(values) for name, values in results["all_mb_metrics"].items() if name not in ("lr", "wd")}
     return found, logged
@@ -192,11 +193,21 @@ def beside_each_other(*, rows: str) -> dict[str, float]:
         "untruncated correction": {"use_importance_sampling_correction": True},
         "icepop": {**TIS, "truncated_importance_sampling_type": "icepop"},
         "seq-mask-tis": {**TIS, "truncated_importance_sampling_type": "seq-mask-tis"},
+        "forced ratio": {"force_on_policy_ratio": True, "ratio_clip_c": 3.0},
+        "forced ratio, TIS": {"force_on_policy_ratio": True, **TIS},
+        "fuse_loss, TIS": TIS,
+        "top_p": TIS,
     }
+    settings = {"fuse_loss, TIS": {"fuse_loss": rows == "packed"}, "top_p": {"top_p": 0.95}}
     found = {}
     for name, given in cases.items():
-        (expected_, _), (mine, _) = (train(loss_class(options(**given)), rows=rows) for loss_class in both)
+        losses = [loss_class(options(**given)) for loss_class in both]
+        if name in settings:
+            losses[1].take_logprobs()
+        (expected_, known), (mine, logged) = (train(loss, rows=rows, **settings.get(name, {})) for loss in losses)
         found[name] = hosts.error(mine[0], [gradient.double() for gradient in expected_[0]])
+        if name == "forced ratio":  # theirs truncates the ratio of its metric, too
+            found[f"{name}, metrics"] = max(abs(logged[each] / known[each] - 1) for each in HOST)
     return found
 
 
