@@ -134,7 +134,7 @@ def test_their_log_probabilities_make_the_same_gradient(name):
 
 @pytest.mark.parametrize(("theirs", "tis"), [({}, False), (TIS, True), ({"ratio_clip_c": 3.0}, False)])
 def test_a_forced_ratio_is_one_and_corrections_are_of_the_current_policy(theirs, tis):
-    rows = nemo_oracle.batch()
+    rows = nemo_oracle.with_holes(nemo_oracle.batch())
     rows["prev_logprobs"].zero_()  # as NeMo-RL does without the pass
     found, logged = train(Options(**PLAIN, **theirs, force_on_policy_ratio=True), rows=rows)
     (wanted,) = expected(Case("token_mean", tis=tis, on_policy=True))

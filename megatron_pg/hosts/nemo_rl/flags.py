@@ -16,7 +16,7 @@ OURS = "megatron_pg"  # the key below `loss_fn` that holds our options
 _NOT_TRUNCATED = 1e9  # above e^20, at which log-ratios are clamped
 _TIS = "truncated_importance_sampling"
 ON_POLICY = "force_on_policy_ratio"  # the loss computes the old log-probabilities itself
-_KNOWN = {  # their options; a newer release may have others
+KNOWN = {  # their options; a newer release may have others
     *("disable_ppo_ratio", "token_level_loss", "sequence_level_importance_ratios", "use_cispo"),
     *("ratio_clip_min", "ratio_clip_max", "ratio_clip_c", "reference_policy_kl_penalty", "reference_policy_kl_type"),
     *("kl_input_clamp_value", "kl_output_clamp_value", "use_kl_in_reward", "use_on_policy_kl_approximation"),
@@ -45,14 +45,10 @@ _MAKES_LOGITS = "it computes the logits itself, and NeMo-RL calls a loss after i
 _NO_EFFECT = {  # our arguments without effect: why
     "fp32_lm_head": _MAKES_LOGITS,
     "pg_fused_head": _MAKES_LOGITS,
+    "pg_temperature": "NeMo-RL has divided the logits by policy.generation.temperature; remove it",
     "pg_metrics_file": "the metrics go to NeMo-RL's logger as pg/…; remove it",
     "pg_no_mismatch_advice": "it has no effect, because NeMo-RL's runs give no advice; remove it",
 }
-
-
-def missing(loss_fn: Mapping[str, Any]) -> list[str]:
-    """Options that this adapter reads and the configuration lacks."""
-    return sorted(_KNOWN - loss_fn.keys())
 
 
 def given(loss_fn: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,10 +112,6 @@ def _kl_coefficient(loss_fn: Mapping[str, Any]) -> float:
     return 0.0 if loss_fn["use_kl_in_reward"] else loss_fn["reference_policy_kl_penalty"]
 
 
-def _has_no_estimator(loss_fn: Mapping[str, Any]) -> bool:
-    return loss_fn["reference_policy_kl_type"] != "k3" or loss_fn["use_on_policy_kl_approximation"]
-
-
 def not_read(loss_fn: Mapping[str, Any]) -> str:
     """Options of `loss_fn` without effect on this loss, for the banner."""
     ours = given(loss_fn)
@@ -136,7 +128,7 @@ def not_read(loss_fn: Mapping[str, Any]) -> str:
 def refused(loss_fn: Mapping[str, Any], usual: Mapping[str, Any] = {}) -> Iterator[str]:
     """Messages about options that this loss does not support; `usual` are the defaults of the installed release."""
     ours = given(loss_fn)
-    for option in sorted(loss_fn.keys() - {*_KNOWN, OURS}):
+    for option in sorted(loss_fn.keys() - {*KNOWN, OURS}):
         known = f"loss_fn.{option}={loss_fn[option]!r} is"
         if option not in usual:
             yield f"{known} not an option of NeMo-RL's loss or of this adapter. Remove it."
@@ -164,20 +156,16 @@ def refused(loss_fn: Mapping[str, Any], usual: Mapping[str, Any] = {}) -> Iterat
         yield f"loss_fn.{_TIS}_type={kind!r} has no correction here; give megatron_pg.pg_correction instead"
     if kind is not None and not is_on:
         yield f"loss_fn.{_TIS}_type={kind!r} has no effect without use_importance_sampling_correction; set both"
-    if _kl_coefficient(loss_fn) and "pg_kl_estimator" not in ours and _has_no_estimator(loss_fn):
+    estimator, is_weighted = loss_fn["reference_policy_kl_type"], loss_fn["use_on_policy_kl_approximation"]
+    if _kl_coefficient(loss_fn) and "pg_kl_estimator" not in ours and (is_weighted or estimator != "k3"):
         yield (
-            f"loss_fn.reference_policy_kl_type={loss_fn['reference_policy_kl_type']!r} (use_on_policy_kl_approximation="
-            f"{loss_fn['use_on_policy_kl_approximation']}) has a gradient that no estimator here has. Set "
-            "loss_fn.megatron_pg.pg_kl_estimator, for example to k3_weighted, which weighs by π/π_old."
+            f"loss_fn.reference_policy_kl_type={estimator!r} (use_on_policy_kl_approximation={is_weighted}) has a "
+            "gradient that no estimator here has. Set loss_fn.megatron_pg.pg_kl_estimator, for example to k3_weighted, "
+            "which weighs by π/π_old."
         )
     for name, reason in _NO_EFFECT.items():
-        if ours.get(name):
-            yield f"{flag_of(name)} {ours[name]}: {reason}"
-    if ours.get("pg_temperature", 1.0) != 1.0:
-        yield (
-            f"--pg-temperature {ours['pg_temperature']}: NeMo-RL has divided the logits by "
-            "policy.generation.temperature; remove it"
-        )
+        if (value := ours.get(name)) and (name, value) != ("pg_temperature", 1.0):
+            yield f"{flag_of(name)} {value}: {reason}"
 
 
 def refused_of_policy(config: Any) -> Iterator[str]:
@@ -217,9 +205,10 @@ def _cuts_off(policy: Mapping[str, Any]) -> str | None:
 
 def _refused_of_logits(ours: Mapping[str, Any], sources: Sequence[str]) -> Iterator[str]:
     """Messages about our options that read logits, where there are none."""
-    for name, usual in _OF_LOGITS.items() if sources else ():
-        if (value := ours.get(name, usual)) != usual:
-            yield (
-                f"{flag_of(name)} {value} reads logits, and NeMo-RL passes log-probabilities for {', '.join(sources)}. "
-                f"Set {', '.join(sources)} to its default, or remove {name}."
-            )
+    reads = [(name, ours[name]) for name, usual in _OF_LOGITS.items() if ours.get(name, usual) != usual]
+    reads += [("pg_term", term) for term in ours.get("pg_term") or () if ":entropy" in term]
+    for name, value in reads if sources else ():
+        yield (
+            f"{flag_of(name)} {value} reads logits, and NeMo-RL passes log-probabilities for {', '.join(sources)}. "
+            f"Remove {name}, or set {', '.join(sources)} to its default."
+        )

@@ -107,8 +107,6 @@ def _planned(train: Callable) -> Callable:
                 "Resume from the last checkpoint with a release of NeMo-RL that docs/hosts lists."
             )
         nemo_rows.exact(metrics, loss.planning, plans)
-        if not loss.on_policy:  # else by the workers
-            metrics |= nemo_rows.mismatch(data, rows_per_step, loss.estimator)
         return results
 
     return planned_train

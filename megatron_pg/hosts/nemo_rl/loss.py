@@ -15,16 +15,14 @@ from megatron_pg.batch import Sequences, TokenFields
 from megatron_pg.batch.zigzag import zigzag_index
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.hosts.nemo_rl import flags as nemo_flags
-from megatron_pg.hosts.nemo_rl.rows import COLUMN, FIELDS, SUM, fields_of, mismatch_of
+from megatron_pg.hosts.nemo_rl.rows import COLUMN, FIELDS, SUM, fields_of, mismatch
 from megatron_pg.hosts.startup import CheckedArguments, check, check_signature
 from megatron_pg.plan.settings import LossSettings
-from megatron_pg.step.loss import Diagnostics, microbatch_logprobs_loss, microbatch_loss
+from megatron_pg.step.loss import microbatch_logprobs_loss, microbatch_loss
 
 VERSION = "NeMo-RL 7ea279ab"  # that this was run with
 _SCALING = "takes C·Σwℓ of this rank's tokens, divides by C and sums over micro-batches, packed sequences and ranks"
-_IN_THE_WORKER = {
-    "nemo_rl.models.megatron.train:LossPostProcessor": ("loss_fn", "cfg", "num_microbatches", "cp_normalize")
-}
+_IN_THE_WORKER = "nemo_rl.models.megatron.train:LossPostProcessor"
 
 
 def checked(cfg: Any, refused: Sequence[str] = ()) -> CheckedArguments:
@@ -34,7 +32,7 @@ def checked(cfg: Any, refused: Sequence[str] = ()) -> CheckedArguments:
         ArgumentError: with every violation at once.
     """
     loss_fn = cfg.model_dump()
-    if missing := nemo_flags.missing(loss_fn):
+    if missing := sorted(nemo_flags.KNOWN - loss_fn.keys()):
         message = (
             f"loss_fn has no {', '.join(missing)}, as in {VERSION}; use that version, or a megatron_pg that supports "
             "yours"
@@ -81,8 +79,7 @@ class PolicyGradientLossFn:
     @functools.cached_property
     def settings(self) -> LossSettings:
         """The settings of a worker."""
-        for path, parameters in _IN_THE_WORKER.items():
-            check_signature(VERSION, path, parameters)
+        check_signature(VERSION, _IN_THE_WORKER, ("loss_fn", "cfg", "num_microbatches", "cp_normalize"))
         return LossSettings.from_args(self.args)
 
     def __call__(
@@ -98,46 +95,47 @@ class PolicyGradientLossFn:
 
         Args:
             data: whole rows, with a token's values at its own position.
-            global_valid_toks: trained tokens of the step; for NeMo-RL's metrics only, because the driver's plan has
-                the denominators.
+            global_valid_toks: [] trained tokens of the step, for NeMo-RL's metrics only.
             logits: [b, s / C, V / tp], at the rollouts' temperature; b = 1 where C > 1, or sequences are packed.
-            next_token_logprobs: [b, s - 1] nats in the place of logits: whole rows on every context-parallel rank,
-                whose gradients NeMo-RL adds up.
+            next_token_logprobs: [b, s - 1] nats instead, of whole rows; NeMo-RL adds gradients up over context-parallel
+                ranks, and divides by C.
             rest: not read.
         """
-        if next_token_logprobs is not None:
-            total, diagnostics, metrics = self._of_logprobs(next_token_logprobs, data, global_valid_toks)
-            return total, metrics | _sums(total, diagnostics, data, None)
-        if logits is None:
-            raise ValueError(
-                "NeMo-RL has passed neither logits nor log-probabilities. Use a release that docs/hosts lists."
-            )
         from megatron.core import parallel_state
 
         context, tensor = (
             group if group.size() > 1 else None
             for group in (parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_group())
         )
-        fields = self._fields(logits, data, context)
-        total, diagnostics = microbatch_loss(_rows(logits), fields, self.settings, tensor)
-        return total * (1 if context is None else context.size()), _sums(total, diagnostics, data, context)
+        if next_token_logprobs is not None:
+            context, logprobs = None, next_token_logprobs.reshape(-1)
+            fields = self._fields(next_token_logprobs, data, context)
+            fields = self._on_policy(fields, logprobs.detach()) if self.on_policy else fields
+            total, diagnostics = microbatch_logprobs_loss(logprobs, None, fields, self.settings)
+        else:
+            logits = cast(Tensor, logits)
+            fields = self._fields(logits, data, context)
+            total, diagnostics = microbatch_loss(_rows(logits), fields, self.settings, tensor)
+        theirs = mismatch(fields, self.estimator)
+        parts = [total.detach(), diagnostics.nonfinite[0], *theirs.values()]
+        sums = torch.cat([torch.stack([part.double() for part in parts]), diagnostics.partial])
+        if context is not None:
+            torch.distributed.all_reduce(sums, group=context)
+        sums = torch.cat([sums, torch.stack([data["sample_mask"].sum(), global_valid_toks.view(())]).double()])
+        # NeMo-RL's driver takes numbers, so its own loss syncs here, too
+        loss, bad, *found, num_rows, num_tokens = sums.tolist()
+        metrics = {"loss": loss, f"{SUM}nonfinite": bad, "num_valid_samples": num_rows}
+        metrics |= {name: value / num_tokens for name, value in zip(theirs, found, strict=False)}
+        metrics |= {f"{SUM}{i}": value for i, value in enumerate(found[len(theirs) :])}
+        return total * (1 if context is None else context.size()), metrics
 
-    def _of_logprobs(
-        self, logprobs: Tensor, data: Mapping[str, Any], num_tokens: Tensor
-    ) -> tuple[Tensor, Diagnostics, dict[str, float]]:
-        """S and diagnostics; with on-policy old log-probabilities also NeMo-RL's metrics, which its driver lacks."""
-        fields, metrics = self._fields(logprobs, data, None), {}
-        current = logprobs.detach().reshape(-1)
-        if self.on_policy:
-            rollout, correction = cast(Tensor, fields.rollout_logprobs), self.settings.correction
-            if factors := CORRECTIONS[correction.name].load():
-                corrected = factors((current - rollout).double(), correction.low, correction.high)[0]
-                fields = replace(fields, corrections=corrected)
-            fields = replace(fields, old_logprobs=None)
-            of_tokens = mismatch_of(current, rollout, self.estimator)
-            means = torch.stack([torch.where(fields.mask, each, 0).sum() for each in of_tokens.values()]) / num_tokens
-            metrics = dict(zip(of_tokens, means.tolist(), strict=True))
-        return *microbatch_logprobs_loss(logprobs.reshape(-1), None, fields, self.settings), metrics
+    def _on_policy(self, fields: TokenFields, logprobs: Tensor) -> TokenFields:
+        """The fields where the current policy has sampled; the driver planned without its log-probabilities."""
+        correction = self.settings.correction
+        if factors := CORRECTIONS[correction.name].load():
+            log_rho = torch.where(fields.mask, logprobs - cast(Tensor, fields.rollout_logprobs), 0).double()
+            fields = replace(fields, corrections=factors(log_rho, correction.low, correction.high)[0])
+        return replace(fields, old_logprobs=logprobs)
 
     def _fields(self, output: Tensor, data: Mapping[str, Any], context: ProcessGroup | None) -> TokenFields:
         """[b · s / C] each, in the order of the output: a token's values are at the position before its own."""
@@ -172,19 +170,6 @@ class PolicyGradientLossFn:
             {name: (v if index is None else v[:, index]).reshape(-1) for name, v in fields.items()},
             _sequences(counts, output.shape[1], context) if self.settings.terms.reads_sequences else None,
         )
-
-
-def _sums(
-    total: Tensor, diagnostics: Diagnostics, data: Mapping[str, Any], context: ProcessGroup | None
-) -> dict[str, float]:
-    """What the driver adds up over micro-batches and data-parallel ranks."""
-    sums = torch.cat([total.detach().double().view(1), diagnostics.nonfinite[:1], diagnostics.partial])
-    if context is not None:
-        torch.distributed.all_reduce(sums, group=context)
-    sums = torch.cat([sums, data["sample_mask"].sum().double().view(1)])
-    loss, bad, *partial, valid = sums.tolist()  # NeMo-RL's driver takes numbers, so its own loss syncs here, too
-    metrics = {"loss": loss, f"{SUM}nonfinite": bad, "num_valid_samples": valid}
-    return metrics | {f"{SUM}{i}": value for i, value in enumerate(partial)}
 
 
 def _rows(logits: Tensor) -> Tensor:

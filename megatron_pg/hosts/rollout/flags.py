@@ -32,12 +32,11 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
 def inherited(args: argparse.Namespace) -> Iterator[Inherited]:
     """Values that our arguments take from the host's flags."""
     yield Inherited("--rollout-temperature", "pg_temperature", args.rollout_temperature)
-    objective = _objective(args)
-    for flag, theirs in _selected(args):
+    for flag, theirs in _selected(args).items():
         yield Inherited(flag, "pg_objective", theirs)
-    if args.eps_clip_c is not None and objective == "dual_clip":
+    if [*_selected(args)] == ["--eps-clip-c"]:
         yield Inherited.number("--eps-clip-c", CAP, args.eps_clip_c)
-    if objective in _CLIPPED:
+    if _objective(args) in _CLIPPED:
         for name, ours in _CLIPS.items():
             value = getattr(args, name)
             yield Inherited(flag_of(name), ours, value, value == _EPS_CLIP)
@@ -74,8 +73,8 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
             "--advantage-estimator cispo selects the host's loss of that name. Give --advantage-estimator grpo, whose "
             f"advantages are the same, and --pg-objective cispo,cap={1 + args.eps_clip_high:g}."
         )
-    if len(selected := [*_selected(args)]) > 1:
-        yield f"{' and '.join(flag for flag, _ in selected)} together have no objective here; remove one"
+    if len(selected := _selected(args)) > 1:
+        yield f"{' and '.join(selected)} together have no objective here; remove one"
     if objective not in _CLIPPED and (args.eps_clip, args.eps_clip_high) != (_EPS_CLIP, _EPS_CLIP):
         yield (
             f"--eps-clip {args.eps_clip} --eps-clip-high {args.eps_clip_high} have no effect with --pg-objective "
@@ -107,15 +106,13 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def _selected(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def _selected(args: argparse.Namespace) -> dict[str, str]:
     """The host's flags that select an objective, each with ours."""
-    if args.advantage_estimator == "gspo":
-        yield "--advantage-estimator gspo", "gspo"
-    if args.eps_clip_c is not None:
-        yield "--eps-clip-c", "dual_clip"
+    gspo = {"--advantage-estimator gspo": "gspo"} if args.advantage_estimator == "gspo" else {}
+    return gspo if args.eps_clip_c is None else {**gspo, "--eps-clip-c": "dual_clip"}
 
 
 def _objective(args: argparse.Namespace) -> str:
     """The objective in force; of two that contradict each other, the host's."""
-    theirs = next((name for _, name in _selected(args)), None)
-    return theirs or str(Selection.of("--pg-objective", vars(args).get("pg_objective", DEFAULT)).name)
+    ours = Selection.of("--pg-objective", vars(args).get("pg_objective", DEFAULT)).name
+    return next(iter(_selected(args).values()), str(ours))
