@@ -127,7 +127,7 @@ class Workers:
         return [found for is_copy, found in ranks if not is_copy]
 
 
-def config(*, rows: str, steps_of: int, fuse_loss: bool) -> dict[str, Any]:
+def config(*, rows: str, steps_of: int, fuse_loss: bool, fused_linear: bool) -> dict[str, Any]:
     """What their code reads of their policy's configuration."""
     sizes = {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
@@ -147,7 +147,13 @@ def config(*, rows: str, steps_of: int, fuse_loss: bool) -> dict[str, Any]:
             "algorithm": "modified_first_fit_decreasing",
             "fuse_loss": fuse_loss,
         },
-        "megatron_cfg": {"enabled": True, "sequence_parallel": False, "empty_unused_memory_level": 0, **sizes},
+        "megatron_cfg": {
+            "enabled": True,
+            "sequence_parallel": False,
+            "empty_unused_memory_level": 0,
+            "use_fused_linear_logprobs": fused_linear,
+            **sizes,
+        },
         "draft": {"enabled": False},
     }
 
@@ -192,6 +198,7 @@ def train(
     steps_of: int,
     fuse_loss: bool = False,
     top_p: float = 1.0,
+    fused_linear: bool = False,
 ) -> tuple[list[list[Tensor]], dict[str, Any]]:
     """Gradients of every optimizer step, and what `Policy.train` returned to the driver.
 
@@ -204,8 +211,9 @@ def train(
         steps_of: rows of an optimizer step.
         fuse_loss: their policy.sequence_packing.fuse_loss.
         top_p: their policy.generation.top_p.
+        fused_linear: their policy.megatron_cfg.use_fused_linear_logprobs.
     """
-    cfg = config(rows=rows, steps_of=steps_of, fuse_loss=fuse_loss)
+    cfg = config(rows=rows, steps_of=steps_of, fuse_loss=fuse_loss, fused_linear=fused_linear)
     module = importlib.import_module("nemo_rl.models.policy.lm_policy")
     rows_of = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
     optimizer = Optimizer(gradients)
