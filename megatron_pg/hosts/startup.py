@@ -182,11 +182,8 @@ def _merged(
         if value != usual and flag.is_default:
             continue
         if value not in (usual, flag.value):
-            message = (
-                f"{flag.host_flag} of {host}, {flag.value}, and {flag_of(flag.attribute)} {text} contradict each "
-                "other; remove one"
-            )
-            violations.append(("E70", message))
+            theirs, own = f"{flag.host_flag} of {host}, {flag.value},", f"{flag_of(flag.attribute)} {text}"
+            violations.append(("E70", f"{theirs} and {own} contradict each other; remove one"))
         ours[flag.attribute] = flag.put_into(text)
         rows.append(f"{flag.host_flag} is {flag.ours}{'' if flag.option else ' '}{flag.value}")
     return ours, [("inherited", "; ".join(rows))] if rows else [], violations

@@ -133,10 +133,7 @@ def refused(loss_fn: Mapping[str, Any], usual: Mapping[str, Any] = {}) -> Iterat
         if option not in usual:
             yield f"{known} not an option of NeMo-RL's loss or of this adapter. Remove it."
         elif loss_fn[option] != usual[option]:
-            yield (
-                f"{known} an option of NeMo-RL's loss that megatron_pg does not compute. Set it to its default "
-                f"{usual[option]!r}."
-            )
+            yield f"{known} an option that megatron_pg does not compute. Set it to its default {usual[option]!r}."
     if weight := loss_fn["positive_example_nll_weight"]:
         yield f"loss_fn.positive_example_nll_weight={weight} has a denominator of one micro-batch. Set it to 0."
     if loss_fn[ON_POLICY]:
@@ -144,10 +141,8 @@ def refused(loss_fn: Mapping[str, Any], usual: Mapping[str, Any] = {}) -> Iterat
         correction = next((f.value for f in inherited(loss_fn) if f.ours == "--pg-correction"), None)
         correction = correction or Selection.of("pg_correction", ours.get("pg_correction", "none")).name
         if correction not in ("none", "tis"):
-            yield (
-                f"loss_fn.{ON_POLICY}=True leaves out the old log-probabilities that --pg-correction {correction} "
-                f"reads before the loss. Set loss_fn.{ON_POLICY} to false."
-            )
+            reads = f"that --pg-correction {correction} reads. Set it to false."
+            yield f"loss_fn.{ON_POLICY}=True leaves out the old log-probabilities {reads}"
     selected = [option for option in _OBJECTIVES if loss_fn[option]]
     if len(selected) > 1:
         yield f"loss_fn.{' and loss_fn.'.join(selected)} together have no objective here; keep one"
@@ -175,16 +170,12 @@ def refused_of_policy(config: Any) -> Iterator[str]:
         yield "policy.megatron_cfg.enabled is not true, and this loss is for NeMo-RL's Megatron worker; enable it"
     yield from _refused_of_logits(given(loss_fn), passes_logprobs(policy))
     if (cut := _cuts_off(policy)) and _kl_coefficient(loss_fn):
-        yield (
-            f"{cut} cuts off logits, but not those of NeMo-RL's KL term, and this loss has one kind. Set "
-            "loss_fn.reference_policy_kl_penalty to 0, or policy.generation.top_k to null and top_p to 1.0."
-        )
+        fix = "Set loss_fn.reference_policy_kl_penalty to 0, or policy.generation.top_k to null and top_p to 1.0."
+        yield f"{cut} cuts off logits, but not those of NeMo-RL's KL term. {fix}"
     size, group = policy["train_global_batch_size"], config.grpo.num_generations_per_prompt
     if given(loss_fn).get("loss_aggregation") == "prompt_mean" and size % group:
-        yield (
-            f"--loss-aggregation prompt_mean with policy.train_global_batch_size={size} and "
-            f"grpo.num_generations_per_prompt={group}: a step would hold part of a prompt's samples; use a multiple"
-        )
+        sizes = f"policy.train_global_batch_size={size} and grpo.num_generations_per_prompt={group}"
+        yield f"prompt_mean with {sizes}: a step would hold part of a prompt's samples; use a multiple"
     if (getattr(config, "data_plane", None) or {}).get("enabled"):
         yield "data_plane.enabled=true sends rows past Policy.train, where this loss plans the step; set it to false"
 

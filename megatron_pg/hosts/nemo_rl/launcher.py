@@ -74,10 +74,8 @@ def _checked_before(setup: Callable) -> Callable:
         for loss in losses if sources else ():
             loss.take_logprobs()
         if not losses:
-            raise HostLossError(
-                "nemo_rl.algorithms.grpo.setup has made another loss than megatron_pg's, so nothing is trained. Use a "
-                "release of NeMo-RL that docs/hosts lists."
-            )
+            text = "nemo_rl.algorithms.grpo.setup has made another loss than megatron_pg's"
+            raise HostLossError(f"{text}. Use a release of NeMo-RL that docs/hosts lists.")
         return made
 
     return checked_setup

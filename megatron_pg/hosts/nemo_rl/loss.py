@@ -139,13 +139,9 @@ class PolicyGradientLossFn:
 
     def _fields(self, output: Tensor, data: Mapping[str, Any], context: ProcessGroup | None) -> TokenFields:
         """[b · s / C] each, in the order of the output: a token's values are at the position before its own."""
-        if missing := [
-            name for name in ("input_ids", "token_mask", "sample_mask", *FIELDS.values()) if name not in data
-        ]:
-            raise ValueError(
-                f"the rows have no {', '.join(missing)}, which the loss reads. Use a release of NeMo-RL that "
-                "docs/hosts lists."
-            )
+        reads = ("input_ids", "token_mask", "sample_mask", *FIELDS.values())
+        if missing := ", ".join(name for name in reads if name not in data):
+            raise ValueError(f"the rows have no {missing}. Use a release of NeMo-RL that docs/hosts lists.")
         if COLUMN + "weights" not in data:
             raise ValueError(
                 "the rows have no weights, because they did not pass the driver's Policy.train; run NeMo-RL's script "

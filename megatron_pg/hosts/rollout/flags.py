@@ -69,41 +69,28 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
             "parts, and this loss reads zigzag parts. Remove --allgather-cp, or use --context-parallel-size 1."
         )
     if args.advantage_estimator == "cispo" and objective != "cispo":
-        yield (
-            "--advantage-estimator cispo selects the host's loss of that name. Give --advantage-estimator grpo, whose "
-            f"advantages are the same, and --pg-objective cispo,cap={1 + args.eps_clip_high:g}."
-        )
+        cap = 1 + args.eps_clip_high
+        yield f"--advantage-estimator cispo selects the host's loss. Give grpo, and --pg-objective cispo,cap={cap:g}."
     if len(selected := _selected(args)) > 1:
         yield f"{' and '.join(selected)} together have no objective here; remove one"
     if objective not in _CLIPPED and (args.eps_clip, args.eps_clip_high) != (_EPS_CLIP, _EPS_CLIP):
-        yield (
-            f"--eps-clip {args.eps_clip} --eps-clip-high {args.eps_clip_high} have no effect with --pg-objective "
-            f"{objective}; remove them"
-        )
+        clips = f"--eps-clip {args.eps_clip} --eps-clip-high {args.eps_clip_high}"
+        yield f"{clips} have no effect with --pg-objective {objective}; remove them"
     if args.use_kl_loss and options.get("use_unbiased_kl") and args.kl_loss_type == "k2":
         yield "--use-unbiased-kl with --kl-loss-type k2 has no estimator here; use k1 or k3"
     if ours.get("pg_kl_coef") and not args.use_kl_loss:
-        yield (
-            f"--pg-kl-coef {ours['pg_kl_coef']:g} needs the reference's log-probabilities, which the host computes "
-            "under --use-kl-loss only; add that flag"
-        )
+        needs = "needs the reference's log-probabilities. Add --use-kl-loss."
+        yield f"--pg-kl-coef {ours['pg_kl_coef']:g} {needs}"
     kinds = {str(text).partition(":")[2].partition(",")[0] for text in ours.get("pg_term") or ()}
     if options.get("use_opd") and args.opd_kl_coef and "opd" in kinds:
-        yield (
-            f"--opd-kl-coef {args.opd_kl_coef:g} puts the teacher into the advantages, and --pg-term …:opd into the "
-            "loss; give --opd-kl-coef 0, or it counts twice"
-        )
+        twice = "puts the teacher into the advantages, and --pg-term …:opd into the loss. Give --opd-kl-coef 0."
+        yield f"--opd-kl-coef {args.opd_kl_coef:g} {twice}"
     if (ours.get("pg_fused_head") is not None or ours.get("fp32_lm_head")) and args.enable_mtp_training:
-        yield (
-            "--enable-mtp-training calls the output layer for its own losses, which the float32 head would mistake for "
-            "the policy's; remove one"
-        )
+        yield "--enable-mtp-training calls the output layer for other losses than the float32 head's. Remove one."
     group, size = args.n_samples_per_prompt, args.global_batch_size
     if ours.get("loss_aggregation") == "prompt_mean" and size % group:
-        yield (
-            f"--loss-aggregation prompt_mean with --global-batch-size {size} and --n-samples-per-prompt {group}: a "
-            "step would hold part of a prompt's samples; use a multiple"
-        )
+        sizes = f"--global-batch-size {size} and --n-samples-per-prompt {group}"
+        yield f"prompt_mean with {sizes}: a step would hold part of a prompt's samples; use a multiple"
 
 
 def _selected(args: argparse.Namespace) -> dict[str, str]:

@@ -178,10 +178,8 @@ class _Loss:
             if getattr(actor, name):
                 yield f"actor.{name}=True {_NOT_RUN}"
         if given.get("loss_aggregation") == "prompt_mean" and actor.ppo_epochs > 1:
-            yield (
-                f"loss_aggregation prompt_mean with actor.ppo_epochs={actor.ppo_epochs} cannot tell whether prompt "
-                "groups are whole; use 1"
-            )
+            epochs = f"actor.ppo_epochs={actor.ppo_epochs}"
+            yield f"loss_aggregation prompt_mean with {epochs} cannot tell whether prompt groups are whole. Use 1."
 
     def _refused_mean(self) -> Iterator[str]:
         scale, mean = self.actor.loss_scale_factor, f"actor.loss_agg_mode={self.mean}"
@@ -209,16 +207,10 @@ def _refused(engine: Any, model: Any, given: Mapping[str, Any]) -> Iterator[str]
         yield "model.use_remove_padding=False was not run with megatron_pg. Set it to True."
     if model.mtp.enable:
         yield f"model.mtp.enable=True {_NOT_RUN}"
-    if given.get("pg_temperature", 1.0) != 1.0:
-        yield (
-            f"pg_temperature {given['pg_temperature']} would be a second temperature in addition to verl's "
-            "rollout.temperature; remove it"
-        )
+    if (value := given.get("pg_temperature", 1.0)) != 1.0:
+        yield f"pg_temperature {value} is a second temperature in addition to verl's rollout.temperature. Remove it."
     heads = [name for name in ("pg_fused_head", "fp32_lm_head") if given.get(name)]
     if heads and not engine.use_fused_kernels:
-        yield (
-            f"{heads[0]} needs model.use_fused_kernels=True, because verl computes the logits itself without it; set "
-            f"that, and remove {heads[0]}"
-        )
+        yield f"{heads[0]} needs model.use_fused_kernels=True, which includes it. Set that, and remove {heads[0]}."
     if (mode := given.get("pg_fused_head")) in AT_ONCE:
         yield f"pg_fused_head {mode} needs the loss inside the head, and verl computes its loss later; use recompute"
