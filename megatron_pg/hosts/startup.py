@@ -1,6 +1,7 @@
 """From a host's options to the loss settings: defaults, rules, inherited flags and the banner."""
 
 import argparse
+import contextlib
 import functools
 import inspect
 import re
@@ -181,11 +182,8 @@ def _merged(
         if value != usual and flag.is_default:
             continue
         if value not in (usual, flag.value):
-            message = (
-                f"{flag.host_flag} of {host}, {flag.value}, and {flag_of(flag.attribute)} {text} contradict each "
-                "other; remove one"
-            )
-            violations.append(("E70", message))
+            theirs, own = f"{flag.host_flag} of {host}, {flag.value},", f"{flag_of(flag.attribute)} {text}"
+            violations.append(("E70", f"{theirs} and {own} contradict each other; remove one"))
         ours[flag.attribute] = flag.put_into(text)
         rows.append(f"{flag.host_flag} is {flag.ours}{'' if flag.option else ' '}{flag.value}")
     return ours, [("inherited", "; ".join(rows))] if rows else [], violations
@@ -216,19 +214,13 @@ def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> Iter
         yield f"--docs-per-step {args.docs_per_step} sets the size of steps, which the host sets here; remove it"
     reads_masks = args.pg_sampling_mask_missing != "error" or args.pg_sampling_mask_entropy != "full"
     if "sampling_mask" not in carried and reads_masks:
-        yield (
-            "--pg-sampling-mask-missing and --pg-sampling-mask-entropy are of samples with a sampling mask, which the "
-            "host's batches do not have; remove them"
-        )
+        flags = "--pg-sampling-mask-missing and --pg-sampling-mask-entropy"
+        yield f"{flags} are of samples with a sampling mask, which the host's batches do not have; remove them"
     if args.pg_dry_run:
-        yield (
-            "--pg-dry-run ends Megatron's pretrain() before it builds the model, and the host builds it here; remove it"
-        )
+        yield "--pg-dry-run ends Megatron's pretrain() before it builds the model, which the host builds; remove it"
     if "old_entropies" not in carried and Facts(args).selected_correction.name == "top_entropy":
-        yield (
-            "--pg-correction top_entropy reads old_entropies, which the host's batches do not contain; choose another "
-            "correction"
-        )
+        reads = "reads old_entropies, which the host's batches do not contain"
+        yield f"--pg-correction top_entropy {reads}; choose another correction"
 
 
 def _refused_terms(host: str, args: argparse.Namespace, carried: Collection[str], names_terms: bool) -> Iterator[str]:
@@ -269,41 +261,27 @@ def check_signature(version: str, path: str, parameters: Sequence[str]) -> None:
     Raises:
         ArgumentError: they differ, or the function does not exist.
     """
+    names, cause = None, None
     try:
         names = [*inspect.signature(attribute(path)).parameters]
+        found = f"takes ({', '.join(names)}), not ({', '.join(parameters)})"
     except (ImportError, AttributeError) as error:
-        message = (
-            f"{path} does not exist ({error}), and the loss needs it as in {version}; put its checkout on PYTHONPATH, "
-            "use that version, or a megatron_pg that supports yours"
-        )
-        raise ArgumentError([("E70", message)]) from error
-    if names[: len(parameters)] != [*parameters]:
-        message = (
-            f"{path} takes ({', '.join(names)}), not ({', '.join(parameters)}) as in {version}; use that version, or a "
-            "megatron_pg that supports yours"
-        )
-        raise ArgumentError([("E70", message)])
+        found, cause = f"does not exist ({error}), and the loss needs it", error
+    if names is None or names[: len(parameters)] != [*parameters]:
+        fix = f"use that version{'' if names else ' and put its checkout on PYTHONPATH'}"
+        message = f"{path} {found} as in {version}; {fix}, or use a megatron_pg that supports yours"
+        raise ArgumentError([("E70", message)]) from cause
 
 
 def first_of(version: str, paths: Sequence[str], parameters: Sequence[str]) -> str:
     """The first of several `module:name` that exists in the installed release of a host.
 
-    Args:
-        version: as for `check_signature`.
-        paths: where releases of the host have the function.
-        parameters: as for `check_signature`.
-
     Raises:
-        ArgumentError: none of them exists, or its parameters differ.
+        ArgumentError: none of them exists, or its parameters differ, as in `check_signature`.
     """
-    path = next((path for path in paths[:-1] if _exists(path)), paths[-1])
+    path = paths[-1]
+    for each in paths[:-1]:
+        with contextlib.suppress(ImportError, AttributeError):
+            path = each if attribute(each) else path
     check_signature(version, path, parameters)
     return path
-
-
-def _exists(path: str) -> bool:
-    try:
-        attribute(path)
-    except (ImportError, AttributeError):
-        return False
-    return True

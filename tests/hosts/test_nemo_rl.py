@@ -36,11 +36,15 @@ def policy(*, packed: bool = False, steps: int = 1) -> nemo_stand_in.Policy:
     return Policy(packed=packed, rows_per_step=len(nemo_oracle.LENGTHS) // steps)
 
 
-def train(options: Options, *, packed: bool = False, steps: int = 1, rows: dict | None = None) -> tuple[list, dict]:
-    driver = policy(packed=packed, steps=steps)
+def train(
+    options: Options, *, packed: bool = False, steps: int = 1, rows: dict | None = None, logprobs: bool = False
+) -> tuple[list, dict]:
+    driver, loss = policy(packed=packed, steps=steps), PolicyGradientLossFn(options)
+    if logprobs:
+        loss.take_logprobs()
     data = nemo_oracle.with_holes(nemo_oracle.batch()) if rows is None else rows
     names = set(data)
-    results = driver.train(data, PolicyGradientLossFn(options))
+    results = driver.train(data, loss)
     assert set(data) == names  # what travelled with the rows is gone
     return driver.steps, {name: sum(values) for name, values in results["all_mb_metrics"].items()}
 
@@ -113,6 +117,47 @@ def test_their_options_alone_make_their_gradient():
     assert logged["pg/kl_loss"] == pytest.approx(wanted[0].metrics["kl_loss"], rel=1e-5)
 
 
+OWN = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error", "sampling_importance_ratio")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_their_log_probabilities_make_the_same_gradient(name):
+    """As with fuse_loss, use_fused_linear_logprobs, a draft model, top_k or top_p."""
+    ours, theirs, case = CASES[name]
+    found, logged = train(Options(**PLAIN | theirs, megatron_pg=ours), logprobs=True)
+    (wanted,) = expected(case)
+    assert error(found, [wanted]) < 1e-6
+    for key in ("loss", "pg/pg_loss", "pg/ratio_new_old", "num_valid_samples"):
+        assert logged[key] == pytest.approx(wanted.metrics[key.removeprefix("pg/")], rel=1e-5)
+
+
+@pytest.mark.parametrize(("theirs", "tis"), [({}, False), (TIS, True), ({"ratio_clip_c": 3.0}, False)])
+def test_a_forced_ratio_is_one_and_corrections_are_of_the_current_policy(theirs, tis):
+    rows = nemo_oracle.with_holes(nemo_oracle.batch())
+    rows["prev_logprobs"].zero_()  # as NeMo-RL does without the pass
+    found, logged = train(Options(**PLAIN, **theirs, force_on_policy_ratio=True), rows=rows)
+    (wanted,) = expected(Case("token_mean", tis=tis, on_policy=True))
+    assert error(found, [wanted]) < 1e-6
+    for key in ("loss", "pg/pg_loss", "pg/ratio_new_old", *OWN, *(("pg/correction_factor",) if tis else ())):
+        assert logged[key] == pytest.approx(wanted.metrics[key.removeprefix("pg/")], rel=1e-5), key
+
+
+def test_settings_with_which_nemo_rl_computes_log_probabilities_are_taken_over(capsys):
+    from nemo_rl.algorithms.grpo import setup
+
+    fused = {"megatron_cfg": {"enabled": True, "use_fused_linear_logprobs": True}}
+    for section in (fused, {"sequence_packing": {"fuse_loss": True}}, {"draft": {"enabled": True}}):
+        assert setup(master_config(Options(), **section), None, None, None)[1].input_type.name == "LOGPROB"
+    assert "NeMo-RL's own, for policy.draft.enabled" in capsys.readouterr().out
+    cut = {"generation": {"top_k": 50, "top_p": 0.9}}
+    loss = setup(master_config(Options(reference_policy_kl_penalty=0.0), **cut), None, None, None)[1]
+    assert loss.input_type.name == "LOGPROB"
+    assert setup(master_config(Options()), None, None, None)[1].input_type.name == "LOGIT"
+    config = master_config(Options(megatron_pg={"pg_kernel": "triton"}), sequence_packing={"fuse_loss": True})
+    with pytest.raises(ArgumentError, match=r"--pg-kernel triton reads logits, and .*sequence_packing\.fuse_loss"):
+        setup(config, None, None, None)
+
+
 def test_a_prompt_whose_rows_are_all_left_out_is_not_counted():
     rows = nemo_oracle.batch()
     rows["sample_mask"][4:8] = 0.0
@@ -142,10 +187,15 @@ def test_other_losses_pass_unchanged():
     del sys.modules["__main__"].Mean
 
 
+def call(loss: PolicyGradientLossFn, rows: dict) -> None:
+    logits = torch.zeros(16, nemo_oracle.WIDTH, nemo_oracle.VOCABULARY)
+    loss(logits=logits, data=rows, global_valid_seqs=None, global_valid_toks=None)
+
+
 def test_rows_that_no_driver_has_planned_are_refused():
     loss, rows = PolicyGradientLossFn(Options(**PLAIN)), nemo_oracle.batch()
     with pytest.raises(ValueError, match=r"did not pass the driver's Policy\.train"):
-        loss(torch.zeros(16, nemo_oracle.WIDTH, nemo_oracle.VOCABULARY), rows, None, None)
+        call(loss, rows)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +296,7 @@ def test_rows_without_a_column_that_the_loss_reads_are_refused():
     loss, rows = PolicyGradientLossFn(Options(**PLAIN)), nemo_oracle.batch()
     del rows["generation_logprobs"]
     with pytest.raises(ValueError, match=r"the rows have no generation_logprobs"):
-        loss(torch.zeros(16, nemo_oracle.WIDTH, nemo_oracle.VOCABULARY), rows, None, None)
+        call(loss, rows)
 
 
 def test_a_first_token_that_the_mask_names_is_not_trained():

@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import host_runs
 import launches
@@ -14,11 +14,12 @@ import torch
 from host_cases import refused_flags
 from host_runs import LIMIT
 from processes import ROOT, environment
+from verl_configs import actor, engine_config, model_config, policy_loss
 
 from megatron_pg.args import ArgumentError
 from megatron_pg.hosts.verl import options as verl_options
 from megatron_pg.hosts.verl.install import install
-from megatron_pg.hosts.verl.options import KEY, RESPONSE_LENGTH, checked
+from megatron_pg.hosts.verl.options import RESPONSE_LENGTH, checked
 from megatron_pg.hosts.verl.samples import samples_of
 
 FOLDER = Path(os.environ.get("VERL", ROOT / ".venv" / "verl-0.9.1"))  # the Makefile installs it
@@ -123,42 +124,6 @@ def test_the_workers_configurations_are_checked_before_a_model_is_built(on_ranks
 # --- what the configuration says ---
 
 
-def policy_loss(loss_mode: str, **changes) -> SimpleNamespace:
-    return SimpleNamespace(**{"loss_mode": loss_mode, "dro_beta": None} | changes)
-
-
-def actor(**changes) -> SimpleNamespace:
-    """What the adapter reads of verl's McoreActorConfig, with verl's defaults."""
-    off = ("calculate_entropy", "use_kl_loss", "calculate_sum_pi_squared", "use_prefix_grouper")
-    clip = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
-    known = (
-        dict.fromkeys(off, False)
-        | clip
-        | {
-            "policy_loss": policy_loss("vanilla"),
-            "tau_pos": 1.0,
-            "tau_neg": 1.05,
-            "loss_agg_mode": "token-mean",
-            "loss_scale_factor": None,
-            "entropy_coeff": 0,
-            "kl_loss_coef": 0.001,
-            "kl_loss_type": "low_var_kl",
-            "ppo_epochs": 1,
-        }
-    )
-    return SimpleNamespace(**known | changes)
-
-
-def engine_config(options=None, **changes) -> SimpleNamespace:
-    off = ("use_fused_kernels", "dynamic_context_parallel", "vanilla_mbridge", "use_megatron_fsdp")
-    known = {"override_mcore_model_config": {KEY: options or {}}, "override_transformer_config": {}}
-    return SimpleNamespace(**dict.fromkeys(off, False) | {"use_remove_padding": True} | known | changes)
-
-
-def model_config(*, mtp: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(mtp=SimpleNamespace(enable=mtp))
-
-
 def arguments(options=None, *, engine=None, mtp=False, without_actor=False, **flags):
     given = engine_config(options, **engine or {})
     return checked(given, model_config(mtp=mtp), None if without_actor else actor(**flags))
@@ -203,7 +168,7 @@ def test_a_policy_loss_of_verl_is_the_objective_that_computes_it(mode):
 def test_a_policy_loss_without_clip_bounds_reads_its_own_numbers():
     args, _ = arguments(policy_loss=policy_loss("sapo"), tau_pos=2.0, loss_agg_mode="seq-mean-token-mean")
     assert args.pg_objective == "sapo,tau_pos=2.0,tau_neg=1.05"
-    assert arguments(policy_loss=policy_loss("gpg")).args.pg_objective == "reinforce"
+    assert arguments(policy_loss=policy_loss("gpg"), clip_ratio_c=5.0).args.pg_objective == "reinforce"
     args, _ = arguments(policy_loss=policy_loss("dro", dro_beta=0.4))
     assert args.pg_objective == "dro,beta=0.4"
 

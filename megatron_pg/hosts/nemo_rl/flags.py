@@ -4,7 +4,7 @@ NeMo-RL's YAML files give every option a value, so a default looks like a choice
 inherited, and a different value in our options is an error.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_pg.declarations.declaration import Number
@@ -15,17 +15,13 @@ from megatron_pg.hosts.startup import Inherited, flag_of
 OURS = "megatron_pg"  # the key below `loss_fn` that holds our options
 _NOT_TRUNCATED = 1e9  # above e^20, at which log-ratios are clamped
 _TIS = "truncated_importance_sampling"
-_UNSUPPORTED = {
-    "force_on_policy_ratio": "it leaves out prev_logprobs, which the metrics read. Set it to false and "
-    "loss_fn.disable_ppo_ratio to true: the gradient is the same.",
-    "positive_example_nll_weight": "its denominator counts one micro-batch. Set it to 0.",
-}
-_KNOWN = {  # their options; a newer release may have others
+ON_POLICY = "force_on_policy_ratio"  # the loss computes the old log-probabilities itself
+KNOWN = {  # their options; a newer release may have others
     *("disable_ppo_ratio", "token_level_loss", "sequence_level_importance_ratios", "use_cispo"),
     *("ratio_clip_min", "ratio_clip_max", "ratio_clip_c", "reference_policy_kl_penalty", "reference_policy_kl_type"),
     *("kl_input_clamp_value", "kl_output_clamp_value", "use_kl_in_reward", "use_on_policy_kl_approximation"),
     *("use_importance_sampling_correction", f"{_TIS}_type", f"{_TIS}_ratio", f"{_TIS}_ratio_min"),
-    *_UNSUPPORTED,
+    *(ON_POLICY, "positive_example_nll_weight"),
 }
 _OBJECTIVES = {  # the option that selects it: ours
     "sequence_level_importance_ratios": "gspo",
@@ -42,23 +38,17 @@ _CORRECTIONS = {  # type, and whether importance weights are sequence-level: our
     ("tis", True): "seq_tis",
     ("icepop", True): "mis",
 }
-_POLICY = (  # places in the configuration of the policy that must be off, and why
-    ("megatron_cfg.use_fused_linear_logprobs", "it returns log-probabilities, and this loss reads logits"),
-    ("sequence_packing.fuse_loss", "it accepts only a loss of log-probabilities"),
-    ("draft.enabled", "its loss reads the logits over which this loss writes their gradient"),
-)
+# Settings of the policy under which NeMo-RL passes log-probabilities to the loss, or reads the logits after it.
+_LOGPROBS = ("megatron_cfg.use_fused_linear_logprobs", "sequence_packing.fuse_loss", "draft.enabled")
+_OF_LOGITS = {"pg_entropy_coef": 0.0, "pg_metrics": "basic", "pg_vocab_size": None, "pg_kernel": "auto"}  # and defaults
 _MAKES_LOGITS = "it computes the logits itself, and NeMo-RL calls a loss after its model has computed them; remove it"
 _NO_EFFECT = {  # our arguments without effect: why
     "fp32_lm_head": _MAKES_LOGITS,
     "pg_fused_head": _MAKES_LOGITS,
+    "pg_temperature": "NeMo-RL has divided the logits by policy.generation.temperature; remove it",
     "pg_metrics_file": "the metrics go to NeMo-RL's logger as pg/…; remove it",
     "pg_no_mismatch_advice": "it has no effect, because NeMo-RL's runs give no advice; remove it",
 }
-
-
-def missing(loss_fn: Mapping[str, Any]) -> list[str]:
-    """Options that this adapter reads and the configuration lacks."""
-    return sorted(_KNOWN - loss_fn.keys())
 
 
 def given(loss_fn: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,7 +77,7 @@ def inherited(loss_fn: Mapping[str, Any]) -> Iterator[Inherited]:
             yield Inherited.number(f"loss_fn.{option}{' + 1' * plus}", number, plus + loss_fn[option])
     coefficient = _kl_coefficient(loss_fn)
     yield Inherited("loss_fn.reference_policy_kl_penalty", "pg_kl_coef", coefficient)
-    if coefficient and "pg_kl_estimator" not in ours and not _has_no_estimator(loss_fn):
+    if coefficient and "pg_kl_estimator" not in ours:  # `refused` has the cases in which k2 is not NeMo-RL's gradient
         # NeMo-RL weighs k3 by π/sg(π): value k3 and gradient x, which is k2's
         yield Inherited("loss_fn.reference_policy_kl_type k3, by its gradient,", "pg_kl_estimator", "k2")
     if loss_fn["use_importance_sampling_correction"]:
@@ -122,10 +112,6 @@ def _kl_coefficient(loss_fn: Mapping[str, Any]) -> float:
     return 0.0 if loss_fn["use_kl_in_reward"] else loss_fn["reference_policy_kl_penalty"]
 
 
-def _has_no_estimator(loss_fn: Mapping[str, Any]) -> bool:
-    return loss_fn["reference_policy_kl_type"] != "k3" or loss_fn["use_on_policy_kl_approximation"]
-
-
 def not_read(loss_fn: Mapping[str, Any]) -> str:
     """Options of `loss_fn` without effect on this loss, for the banner."""
     ours = given(loss_fn)
@@ -142,18 +128,21 @@ def not_read(loss_fn: Mapping[str, Any]) -> str:
 def refused(loss_fn: Mapping[str, Any], usual: Mapping[str, Any] = {}) -> Iterator[str]:
     """Messages about options that this loss does not support; `usual` are the defaults of the installed release."""
     ours = given(loss_fn)
-    for option in sorted(loss_fn.keys() - {*_KNOWN, OURS}):
+    for option in sorted(loss_fn.keys() - {*KNOWN, OURS}):
         known = f"loss_fn.{option}={loss_fn[option]!r} is"
         if option not in usual:
             yield f"{known} not an option of NeMo-RL's loss or of this adapter. Remove it."
         elif loss_fn[option] != usual[option]:
-            yield (
-                f"{known} an option of NeMo-RL's loss that megatron_pg does not compute. Set it to its default "
-                f"{usual[option]!r}."
-            )
-    for option, reason in _UNSUPPORTED.items():
-        if loss_fn[option]:
-            yield f"loss_fn.{option}={loss_fn[option]!r} is not supported by this loss: {reason}"
+            yield f"{known} an option that megatron_pg does not compute. Set it to its default {usual[option]!r}."
+    if weight := loss_fn["positive_example_nll_weight"]:
+        yield f"loss_fn.positive_example_nll_weight={weight} has a denominator of one micro-batch. Set it to 0."
+    if loss_fn[ON_POLICY]:
+        yield from _refused_of_logits(ours, [f"loss_fn.{ON_POLICY}"])
+        correction = next((f.value for f in inherited(loss_fn) if f.ours == "--pg-correction"), None)
+        correction = correction or Selection.of("pg_correction", ours.get("pg_correction", "none")).name
+        if correction not in ("none", "tis"):
+            reads = f"that --pg-correction {correction} reads. Set it to false."
+            yield f"loss_fn.{ON_POLICY}=True leaves out the old log-probabilities {reads}"
     selected = [option for option in _OBJECTIVES if loss_fn[option]]
     if len(selected) > 1:
         yield f"loss_fn.{' and loss_fn.'.join(selected)} together have no objective here; keep one"
@@ -162,43 +151,55 @@ def refused(loss_fn: Mapping[str, Any], usual: Mapping[str, Any] = {}) -> Iterat
         yield f"loss_fn.{_TIS}_type={kind!r} has no correction here; give megatron_pg.pg_correction instead"
     if kind is not None and not is_on:
         yield f"loss_fn.{_TIS}_type={kind!r} has no effect without use_importance_sampling_correction; set both"
-    if _kl_coefficient(loss_fn) and "pg_kl_estimator" not in ours and _has_no_estimator(loss_fn):
+    estimator, is_weighted = loss_fn["reference_policy_kl_type"], loss_fn["use_on_policy_kl_approximation"]
+    if _kl_coefficient(loss_fn) and "pg_kl_estimator" not in ours and (is_weighted or estimator != "k3"):
         yield (
-            f"loss_fn.reference_policy_kl_type={loss_fn['reference_policy_kl_type']!r} (use_on_policy_kl_approximation="
-            f"{loss_fn['use_on_policy_kl_approximation']}) has a gradient that no estimator here has. Set "
-            "loss_fn.megatron_pg.pg_kl_estimator, for example to k3_weighted, which weighs by π/π_old."
+            f"loss_fn.reference_policy_kl_type={estimator!r} (use_on_policy_kl_approximation={is_weighted}) has a "
+            "gradient that no estimator here has. Set loss_fn.megatron_pg.pg_kl_estimator, for example to k3_weighted, "
+            "which weighs by π/π_old."
         )
     for name, reason in _NO_EFFECT.items():
-        if ours.get(name):
-            yield f"{flag_of(name)} {ours[name]}: {reason}"
-    if ours.get("pg_temperature", 1.0) != 1.0:
-        yield (
-            f"--pg-temperature {ours['pg_temperature']}: NeMo-RL has divided the logits by "
-            "policy.generation.temperature; remove it"
-        )
+        if (value := ours.get(name)) and (name, value) != ("pg_temperature", 1.0):
+            yield f"{flag_of(name)} {value}: {reason}"
 
 
 def refused_of_policy(config: Any) -> Iterator[str]:
     """Messages about the rest of NeMo-RL's configuration, which only the driver reads."""
-    policy = config.policy
+    policy, loss_fn = config.policy, config.loss_fn.model_dump()
     if not (policy.get("megatron_cfg") or {}).get("enabled"):
         yield "policy.megatron_cfg.enabled is not true, and this loss is for NeMo-RL's Megatron worker; enable it"
-    for place, reason in _POLICY:
-        section, _, name = place.partition(".")
-        if (policy.get(section) or {}).get(name):
-            yield f"policy.{place}=true: {reason}; set it to false"
-    generation = policy.get("generation") or {}
-    top_k, top_p = generation.get("top_k"), generation.get("top_p", 1.0)
-    if top_k not in (None, -1) or top_p != 1.0:
-        yield (
-            f"policy.generation.top_k={top_k}, top_p={top_p} cut off logits before log-probabilities are taken, and "
-            "this loss reads all logits; use null and 1.0"
-        )
+    yield from _refused_of_logits(given(loss_fn), passes_logprobs(policy))
+    if (cut := _cuts_off(policy)) and _kl_coefficient(loss_fn):
+        fix = "Set loss_fn.reference_policy_kl_penalty to 0, or policy.generation.top_k to null and top_p to 1.0."
+        yield f"{cut} cuts off logits, but not those of NeMo-RL's KL term. {fix}"
     size, group = policy["train_global_batch_size"], config.grpo.num_generations_per_prompt
-    if given(config.loss_fn.model_dump()).get("loss_aggregation") == "prompt_mean" and size % group:
-        yield (
-            f"--loss-aggregation prompt_mean with policy.train_global_batch_size={size} and "
-            f"grpo.num_generations_per_prompt={group}: a step would hold part of a prompt's samples; use a multiple"
-        )
+    if given(loss_fn).get("loss_aggregation") == "prompt_mean" and size % group:
+        sizes = f"policy.train_global_batch_size={size} and grpo.num_generations_per_prompt={group}"
+        yield f"prompt_mean with {sizes}: a step would hold part of a prompt's samples; use a multiple"
     if (getattr(config, "data_plane", None) or {}).get("enabled"):
         yield "data_plane.enabled=true sends rows past Policy.train, where this loss plans the step; set it to false"
+
+
+def passes_logprobs(policy: Mapping[str, Any]) -> list[str]:
+    """Settings of the policy for which the loss takes NeMo-RL's log-probabilities instead of logits."""
+    places = [place.partition(".")[::2] for place in _LOGPROBS]
+    found = [f"policy.{section}.{name}" for section, name in places if (policy.get(section) or {}).get(name)]
+    return [*found, cut] if (cut := _cuts_off(policy)) else found
+
+
+def _cuts_off(policy: Mapping[str, Any]) -> str | None:
+    """Sampling options with which NeMo-RL leaves out tokens in training, too."""
+    generation = policy.get("generation") or {}
+    top_k, top_p = generation.get("top_k"), generation.get("top_p", 1.0)
+    return None if top_k in (None, -1) and top_p == 1.0 else f"policy.generation.top_k={top_k}, top_p={top_p}"
+
+
+def _refused_of_logits(ours: Mapping[str, Any], sources: Sequence[str]) -> Iterator[str]:
+    """Messages about our options that read logits, where there are none."""
+    reads = [(name, ours[name]) for name, usual in _OF_LOGITS.items() if ours.get(name, usual) != usual]
+    reads += [("pg_term", term) for term in ours.get("pg_term") or () if ":entropy" in term]
+    for name, value in reads if sources else ():
+        yield (
+            f"{flag_of(name)} {value} reads logits, and NeMo-RL passes log-probabilities for {', '.join(sources)}. "
+            f"Remove {name}, or set {', '.join(sources)} to its default."
+        )

@@ -65,14 +65,17 @@ def _checked_before(setup: Callable) -> Callable:
     def checked_setup(master_config: Any, *rest: Any, **named: Any) -> Any:
         args, rows = checked(master_config.loss_fn, [*nemo_flags.refused_of_policy(master_config)])
         known = [row for row in describe(args) if row[0] not in ("Megatron", "layout", "temperature")]
+        sources = nemo_flags.passes_logprobs(master_config.policy)
+        rows += [("log-probabilities", f"NeMo-RL's own, for {', '.join(sources)}")] if sources else []
         sys.stdout.write(banner_of([*known, *rows]) + "\n")
         made = setup(master_config, *rest, **named)
         parts = made if isinstance(made, tuple) else (made,)
-        if not any(isinstance(part, PolicyGradientLossFn) for part in parts):
-            raise HostLossError(
-                "nemo_rl.algorithms.grpo.setup has made another loss than megatron_pg's, so nothing is trained. Use a "
-                "release of NeMo-RL that docs/hosts lists."
-            )
+        losses = [part for part in parts if isinstance(part, PolicyGradientLossFn)]
+        for loss in losses if sources else ():
+            loss.take_logprobs()
+        if not losses:
+            text = "nemo_rl.algorithms.grpo.setup has made another loss than megatron_pg's"
+            raise HostLossError(f"{text}. Use a release of NeMo-RL that docs/hosts lists.")
         return made
 
     return checked_setup
@@ -102,7 +105,6 @@ def _planned(train: Callable) -> Callable:
                 "Resume from the last checkpoint with a release of NeMo-RL that docs/hosts lists."
             )
         nemo_rows.exact(metrics, loss.planning, plans)
-        metrics |= nemo_rows.mismatch(data, rows_per_step, loss.estimator)
         return results
 
     return planned_train

@@ -3,7 +3,8 @@
 import functools
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,17 +13,16 @@ from torch.distributed import ProcessGroup
 from megatron_pg.args import ArgumentError
 from megatron_pg.batch import Sequences, TokenFields
 from megatron_pg.batch.zigzag import zigzag_index
+from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.hosts.nemo_rl import flags as nemo_flags
-from megatron_pg.hosts.nemo_rl.rows import COLUMN, FIELDS, SUM, fields_of
+from megatron_pg.hosts.nemo_rl.rows import COLUMN, FIELDS, SUM, fields_of, mismatch
 from megatron_pg.hosts.startup import CheckedArguments, check, check_signature
 from megatron_pg.plan.settings import LossSettings
-from megatron_pg.step.loss import microbatch_loss
+from megatron_pg.step.loss import microbatch_logprobs_loss, microbatch_loss
 
 VERSION = "NeMo-RL 7ea279ab"  # that this was run with
 _SCALING = "takes C·Σwℓ of this rank's tokens, divides by C and sums over micro-batches, packed sequences and ranks"
-_IN_THE_WORKER = {
-    "nemo_rl.models.megatron.train:LossPostProcessor": ("loss_fn", "cfg", "num_microbatches", "cp_normalize")
-}
+_IN_THE_WORKER = "nemo_rl.models.megatron.train:LossPostProcessor"
 
 
 def checked(cfg: Any, refused: Sequence[str] = ()) -> CheckedArguments:
@@ -32,7 +32,7 @@ def checked(cfg: Any, refused: Sequence[str] = ()) -> CheckedArguments:
         ArgumentError: with every violation at once.
     """
     loss_fn = cfg.model_dump()
-    if missing := nemo_flags.missing(loss_fn):
+    if missing := sorted(nemo_flags.KNOWN - loss_fn.keys()):
         message = (
             f"loss_fn has no {', '.join(missing)}, as in {VERSION}; use that version, or a megatron_pg that supports "
             "yours"
@@ -47,15 +47,26 @@ def checked(cfg: Any, refused: Sequence[str] = ()) -> CheckedArguments:
 
 
 class PolicyGradientLossFn:
-    """NeMo-RL's `LossFunction` of vocabulary-parallel logits; it is pickled to the workers as plain arguments."""
+    """NeMo-RL's `LossFunction` of vocabulary-parallel logits, or of its log-probabilities.
+
+    It is pickled to the workers as plain arguments.
+    """
 
     def __init__(self, cfg: Any, use_fused_linear_logprobs: bool = False):
         from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType
 
         self.args = checked(cfg).args
         self.estimator: str = cfg.reference_policy_kl_type  # of NeMo-RL's metrics
-        level = LossType.TOKEN_LEVEL if self.args.loss_aggregation == "token_mean" else LossType.SEQUENCE_LEVEL
-        vars(self).update({"input_type": LossInputType.LOGIT, "loss_type": level})  # which NeMo-RL reads
+        self.on_policy: bool = getattr(cfg, nemo_flags.ON_POLICY)  # the old log-probabilities are the current ones
+        # which NeMo-RL reads
+        self.loss_type = LossType.TOKEN_LEVEL if self.args.loss_aggregation == "token_mean" else LossType.SEQUENCE_LEVEL
+        self.use_fused_linear_logprobs, self.input_type = use_fused_linear_logprobs, LossInputType.LOGIT
+        if self.on_policy:
+            self.take_logprobs()
+
+    def take_logprobs(self) -> None:
+        """From now on the loss is one of NeMo-RL's log-probabilities."""
+        self.input_type = type(self.input_type).LOGPROB
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("settings", "planning")}
@@ -68,61 +79,78 @@ class PolicyGradientLossFn:
     @functools.cached_property
     def settings(self) -> LossSettings:
         """The settings of a worker."""
-        for path, parameters in _IN_THE_WORKER.items():
-            check_signature(VERSION, path, parameters)
+        check_signature(VERSION, _IN_THE_WORKER, ("loss_fn", "cfg", "num_microbatches", "cp_normalize"))
         return LossSettings.from_args(self.args)
 
     def __call__(
         self,
-        logits: Tensor,
+        *,
         data: Mapping[str, Any],
-        global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
+        logits: Tensor | None = None,
+        next_token_logprobs: Tensor | None = None,
         **rest: object,
     ) -> tuple[Tensor, dict[str, float]]:
         """C·S of this rank's tokens, and sums over all context-parallel ranks, every one of which must call.
 
         Args:
+            data: whole rows, with a token's values at its own position.
+            global_valid_toks: [] trained tokens of the step, for NeMo-RL's metrics only.
             logits: [b, s / C, V / tp], at the rollouts' temperature; b = 1 where C > 1, or sequences are packed.
-            data: the same rows whole, with a token's values at its own position.
-            global_valid_seqs: rows of the step; not read, because the driver's plan has the denominators.
-            global_valid_toks: trained tokens of the step; not read.
+            next_token_logprobs: [b, s - 1] nats instead, of whole rows; NeMo-RL adds gradients up over context-parallel
+                ranks, and divides by C.
             rest: not read.
         """
         from megatron.core import parallel_state
 
-        context = parallel_state.get_context_parallel_group()
-        tensor = parallel_state.get_tensor_model_parallel_group()
-        fields = self._fields(logits, data, context)
-        total, diagnostics = microbatch_loss(
-            _rows(logits), fields, self.settings, tensor if tensor.size() > 1 else None
+        context, tensor = (
+            group if group.size() > 1 else None
+            for group in (parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_group())
         )
-        sums = torch.cat([total.detach().double().view(1), diagnostics.nonfinite[:1], diagnostics.partial])
-        if context.size() > 1:
+        if next_token_logprobs is not None:
+            context, logprobs = None, next_token_logprobs.reshape(-1)
+            fields = self._fields(next_token_logprobs, data, context)
+            fields = self._on_policy(fields, logprobs.detach()) if self.on_policy else fields
+            total, diagnostics = microbatch_logprobs_loss(logprobs, None, fields, self.settings)
+        else:
+            logits = cast(Tensor, logits)
+            fields = self._fields(logits, data, context)
+            total, diagnostics = microbatch_loss(_rows(logits), fields, self.settings, tensor)
+        theirs = mismatch(fields, self.estimator)
+        parts = [total.detach(), diagnostics.nonfinite[0], *theirs.values()]
+        sums = torch.cat([torch.stack([part.double() for part in parts]), diagnostics.partial])
+        if context is not None:
             torch.distributed.all_reduce(sums, group=context)
-        sums = torch.cat([sums, data["sample_mask"].sum().double().view(1)])
-        loss, bad, *partial, valid = sums.tolist()  # NeMo-RL's driver takes numbers, so its own loss syncs here, too
-        metrics = {"loss": loss, f"{SUM}nonfinite": bad, "num_valid_samples": valid}
-        return context.size() * total, metrics | {f"{SUM}{i}": value for i, value in enumerate(partial)}
+        sums = torch.cat([sums, torch.stack([data["sample_mask"].sum(), global_valid_toks.view(())]).double()])
+        # NeMo-RL's driver takes numbers, so its own loss syncs here, too
+        loss, bad, *found, num_rows, num_tokens = sums.tolist()
+        metrics = {"loss": loss, f"{SUM}nonfinite": bad, "num_valid_samples": num_rows}
+        metrics |= {name: value / num_tokens for name, value in zip(theirs, found, strict=False)}
+        metrics |= {f"{SUM}{i}": value for i, value in enumerate(found[len(theirs) :])}
+        return total * (1 if context is None else context.size()), metrics
 
-    def _fields(self, logits: Tensor, data: Mapping[str, Any], context: ProcessGroup) -> TokenFields:
-        """[b · s / C] each, in the order of the logits: a token's values are at the position before its own."""
-        if missing := [
-            name for name in ("input_ids", "token_mask", "sample_mask", *FIELDS.values()) if name not in data
-        ]:
-            raise ValueError(
-                f"the rows have no {', '.join(missing)}, which the loss reads. Use a release of NeMo-RL that "
-                "docs/hosts lists."
-            )
+    def _on_policy(self, fields: TokenFields, logprobs: Tensor) -> TokenFields:
+        """The fields where the current policy has sampled; the driver planned without its log-probabilities."""
+        correction = self.settings.correction
+        if factors := CORRECTIONS[correction.name].load():
+            log_rho = torch.where(fields.mask, logprobs - cast(Tensor, fields.rollout_logprobs), 0).double()
+            fields = replace(fields, corrections=factors(log_rho, correction.low, correction.high)[0])
+        return replace(fields, old_logprobs=logprobs)
+
+    def _fields(self, output: Tensor, data: Mapping[str, Any], context: ProcessGroup | None) -> TokenFields:
+        """[b · s / C] each, in the order of the output: a token's values are at the position before its own."""
+        reads = ("input_ids", "token_mask", "sample_mask", *FIELDS.values())
+        if missing := ", ".join(name for name in reads if name not in data):
+            raise ValueError(f"the rows have no {missing}. Use a release of NeMo-RL that docs/hosts lists.")
         if COLUMN + "weights" not in data:
             raise ValueError(
                 "the rows have no weights, because they did not pass the driver's Policy.train; run NeMo-RL's script "
                 "by python -m megatron_pg.nemo_rl"
             )
-        width = logits.shape[1] * context.size()
-        index = None
-        if context.size() > 1:
-            index = zigzag_index([width], cp_rank=context.rank(), cp_size=context.size()).to(logits.device)
+        width, index = output.shape[1], None
+        if context is not None:
+            width *= context.size()
+            index = zigzag_index([width], cp_rank=context.rank(), cp_size=context.size()).to(output.device)
 
         def rows(values: Tensor) -> Tensor:
             moved = torch.nn.functional.pad(values[:, 1:], (0, width))[:, :width]
@@ -136,7 +164,7 @@ class PolicyGradientLossFn:
         fields |= {"targets": rows(data["input_ids"]), "mask": mask, "sample_weights": mask / counts[:, None].double()}
         return TokenFields.of(
             {name: (v if index is None else v[:, index]).reshape(-1) for name, v in fields.items()},
-            _sequences(counts, logits.shape[1], context) if self.settings.terms.reads_sequences else None,
+            _sequences(counts, output.shape[1], context) if self.settings.terms.reads_sequences else None,
         )
 
 
@@ -163,7 +191,7 @@ class _Part(torch.autograd.Function):
         return gradient
 
 
-def _sequences(counts: Tensor, length: int, context: ProcessGroup) -> Sequences:
+def _sequences(counts: Tensor, length: int, context: ProcessGroup | None) -> Sequences:
     """Each of the b rows is a sequence, with `length` positions on this rank."""
     rows, device = len(counts), counts.device
     return Sequences(
@@ -171,5 +199,5 @@ def _sequences(counts: Tensor, length: int, context: ProcessGroup) -> Sequences:
         order=torch.arange(rows * length, device=device),
         lengths=torch.tensor([*[length] * rows, 0]).to(device, non_blocking=True),
         counts=counts.double(),
-        group=context if context.size() > 1 else None,
+        group=context,
     )

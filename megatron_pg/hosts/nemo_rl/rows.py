@@ -5,12 +5,14 @@ sent as columns of the batch. The workers return sums, from which the step's exa
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
-from megatron_pg.batch import pack
+from megatron_pg.batch import TokenFields, pack
 from megatron_pg.plan.errors import NonFiniteLossError
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.plan.planned_step import PlannedStep
@@ -83,13 +85,12 @@ def _places(data: Mapping[str, Any], settings: LossSettings, rows: range) -> Ite
         yield _Place(row, start, length, sample)
 
 
-def mismatch(data: Mapping[str, Any], rows_per_step: int, estimator: str) -> dict[str, list[float]]:
-    """NeMo-RL's metrics of trainer against rollout engine: means over the trained tokens of each step."""
+def mismatch(fields: TokenFields, estimator: str) -> dict[str, Tensor]:
+    """NeMo-RL's metrics of trainer against rollout engine, summed over the trained tokens."""
     from nemo_rl.algorithms.utils import calculate_kl
 
-    mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:].bool()
-    old, rollout = (data[name][:, 1:].double() for name in ("prev_logprobs", "generation_logprobs"))
-    mixture = torch.logaddexp(old, rollout) - torch.full_like(old, 2.0).log()
+    old, rollout = cast(Tensor, fields.old_logprobs).double(), cast(Tensor, fields.rollout_logprobs).double()
+    mixture = torch.logaddexp(old, rollout) - math.log(2.0)
     of_tokens = {
         "token_mult_prob_error": (rollout - old).abs().exp(),
         "gen_kl_error": calculate_kl(rollout, old, estimator, None, None),
@@ -97,11 +98,7 @@ def mismatch(data: Mapping[str, Any], rows_per_step: int, estimator: str) -> dic
         "js_divergence_error": 0.5 * sum((x - mixture).exp() - (x - mixture) - 1 for x in (old, rollout)),
         "sampling_importance_ratio": (old - rollout).exp(),
     }
-    masks, means = mask.split(rows_per_step), {}
-    for name, values in of_tokens.items():
-        steps = zip(values.split(rows_per_step), masks, strict=True)
-        means[name] = [sum(float(v[m].mean()) for v, m in steps) / len(masks)]
-    return means
+    return {name: torch.where(fields.mask, values, 0).sum() for name, values in of_tokens.items()}
 
 
 def exact(metrics: MutableMapping[str, list[float]], settings: LossSettings, plans: Sequence[StepPlan]) -> None:

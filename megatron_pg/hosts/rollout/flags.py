@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_pg.declarations.objectives import CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT, OBJECTIVES
+from megatron_pg.declarations.objectives import CAP, CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT, OBJECTIVES
 from megatron_pg.flags.option_text import Selection
 from megatron_pg.hosts.startup import Inherited, defaults, flag_of
 
@@ -16,12 +16,9 @@ _ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}  # low_va
 _UNSUPPORTED = {  # flags whose effect lies in the loss that ours replaces, and the replacement
     "custom_tis_function_path": "remove it and choose a --pg-correction (docs/corrections.md)",
     "use_opsm": "give --pg-correction opsm_old,high=… or opsm,high=…",
-    "eps_clip_c": "give --pg-objective dual_clip,cap=…",
     "get_mismatch_metrics": "remove it; --pg-metrics has them where samples have rollout log-probabilities",
     "recompute_loss_function": "remove it; --pg-fused-head stores no logits",
     "custom_loss_function_path": "remove it, or remove this loss",
-    "use_critic": "remove it; the loss has no critic",
-    "allgather_cp": "remove it; context parallelism slices in zigzag order here",
 }
 _OURS = ("pg_", "loss_aggregation", "docs_per_step")  # prefixes of our arguments
 
@@ -35,6 +32,10 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
 def inherited(args: argparse.Namespace) -> Iterator[Inherited]:
     """Values that our arguments take from the host's flags."""
     yield Inherited("--rollout-temperature", "pg_temperature", args.rollout_temperature)
+    for flag, theirs in _selected(args).items():
+        yield Inherited(flag, "pg_objective", theirs)
+    if [*_selected(args)] == ["--eps-clip-c"]:
+        yield Inherited.number("--eps-clip-c", CAP, args.eps_clip_c)
     if _objective(args) in _CLIPPED:
         for name, ours in _CLIPS.items():
             value = getattr(args, name)
@@ -60,42 +61,45 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
             yield f"{flag_of(name)} {'' if value is True else f'{value} '}is not supported by this loss: {advice}"
     if args.loss_type != "policy_loss":
         yield f"--loss-type {args.loss_type} is another loss; remove it, or remove this one"
-    if args.advantage_estimator in ("gspo", "cispo") and objective != args.advantage_estimator:
+    if options.get("use_critic"):
+        yield "--advantage-estimator ppo trains a critic, which this loss does not support. Use grpo."
+    if options.get("allgather_cp") and options.get("context_parallel_size", 1) > 1:
         yield (
-            f"--advantage-estimator {args.advantage_estimator} selects the host's loss of that name, and ours is "
-            f"{objective}; give --pg-objective {args.advantage_estimator}, or --advantage-estimator grpo, whose "
-            "advantages are the same"
+            f"--allgather-cp with --context-parallel-size {args.context_parallel_size} splits samples into contiguous "
+            "parts, and this loss reads zigzag parts. Remove --allgather-cp, or use --context-parallel-size 1."
         )
+    if args.advantage_estimator == "cispo" and objective != "cispo":
+        cap = 1 + args.eps_clip_high
+        yield f"--advantage-estimator cispo selects the host's loss. Give grpo, and --pg-objective cispo,cap={cap:g}."
+    if len(selected := _selected(args)) > 1:
+        yield f"{' and '.join(selected)} together have no objective here; remove one"
     if objective not in _CLIPPED and (args.eps_clip, args.eps_clip_high) != (_EPS_CLIP, _EPS_CLIP):
-        yield (
-            f"--eps-clip {args.eps_clip} --eps-clip-high {args.eps_clip_high} have no effect with --pg-objective "
-            f"{objective}; remove them"
-        )
+        clips = f"--eps-clip {args.eps_clip} --eps-clip-high {args.eps_clip_high}"
+        yield f"{clips} have no effect with --pg-objective {objective}; remove them"
     if args.use_kl_loss and options.get("use_unbiased_kl") and args.kl_loss_type == "k2":
         yield "--use-unbiased-kl with --kl-loss-type k2 has no estimator here; use k1 or k3"
     if ours.get("pg_kl_coef") and not args.use_kl_loss:
-        yield (
-            f"--pg-kl-coef {ours['pg_kl_coef']:g} needs the reference's log-probabilities, which the host computes "
-            "under --use-kl-loss only; add that flag"
-        )
+        needs = "needs the reference's log-probabilities. Add --use-kl-loss."
+        yield f"--pg-kl-coef {ours['pg_kl_coef']:g} {needs}"
     kinds = {str(text).partition(":")[2].partition(",")[0] for text in ours.get("pg_term") or ()}
     if options.get("use_opd") and args.opd_kl_coef and "opd" in kinds:
-        yield (
-            f"--opd-kl-coef {args.opd_kl_coef:g} puts the teacher into the advantages, and --pg-term …:opd into the "
-            "loss; give --opd-kl-coef 0, or it counts twice"
-        )
+        twice = "puts the teacher into the advantages, and --pg-term …:opd into the loss. Give --opd-kl-coef 0."
+        yield f"--opd-kl-coef {args.opd_kl_coef:g} {twice}"
     if (ours.get("pg_fused_head") is not None or ours.get("fp32_lm_head")) and args.enable_mtp_training:
-        yield (
-            "--enable-mtp-training calls the output layer for its own losses, which the float32 head would mistake for "
-            "the policy's; remove one"
-        )
+        yield "--enable-mtp-training calls the output layer for other losses than the float32 head's. Remove one."
     group, size = args.n_samples_per_prompt, args.global_batch_size
     if ours.get("loss_aggregation") == "prompt_mean" and size % group:
-        yield (
-            f"--loss-aggregation prompt_mean with --global-batch-size {size} and --n-samples-per-prompt {group}: a "
-            "step would hold part of a prompt's samples; use a multiple"
-        )
+        sizes = f"--global-batch-size {size} and --n-samples-per-prompt {group}"
+        yield f"prompt_mean with {sizes}: a step would hold part of a prompt's samples; use a multiple"
+
+
+def _selected(args: argparse.Namespace) -> dict[str, str]:
+    """The host's flags that select an objective, each with ours."""
+    gspo = {"--advantage-estimator gspo": "gspo"} if args.advantage_estimator == "gspo" else {}
+    return gspo if args.eps_clip_c is None else {**gspo, "--eps-clip-c": "dual_clip"}
 
 
 def _objective(args: argparse.Namespace) -> str:
-    return str(Selection.of("--pg-objective", vars(args).get("pg_objective", DEFAULT)).name)
+    """The objective in force; of two that contradict each other, the host's."""
+    ours = Selection.of("--pg-objective", vars(args).get("pg_objective", DEFAULT)).name
+    return next(iter(_selected(args).values()), str(ours))

@@ -22,10 +22,7 @@ _REFUSED = {
 
 def _refused(args: argparse.Namespace) -> Iterator[str]:
     if args.rollout_top_p != 1.0:
-        yield (
-            f"--rollout-top-p {args.rollout_top_p}: the batches do not contain the kept tokens, and the loss reads all "
-            "logits; use 1.0"
-        )
+        yield f"--rollout-top-p {args.rollout_top_p}: the batches do not contain the kept tokens. Use 1.0."
     for name, reason in _REFUSED.items():
         if vars(args).get(name):
             yield f"{flag_of(name)} {reason}, so this loss does not support it; remove it"

@@ -60,7 +60,7 @@ _AGGREGATIONS = {
 }
 _ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _REFUSED = ("dynamic_context_parallel", "vanilla_mbridge", "use_megatron_fsdp")  # of the engine
-_NOT_RUN = "was not run with megatron_pg; switch it off"
+_NOT_RUN = "was not run with megatron_pg. Set it to False."
 
 
 def checked(engine: Any, model: Any, actor: Any | None) -> CheckedArguments:
@@ -168,20 +168,18 @@ class _Loss:
         if self.mode != "vanilla" and "pg_custom_objective_path" in given:
             yield f"{mode} has no effect with pg_custom_objective_path. Remove one of them."
         yield from self._refused_mean()
-        for name, usual in _USUAL.items():
+        for name, usual in () if self.is_theirs else _USUAL.items():  # verl's own losses do not read all of them
             if (value := self._number(name)) != usual and self.numbers.get(name) not in self._reads():
-                yield f"actor.{name}={value} has no effect with {given.get('pg_objective') or mode}; remove it"
+                yield f"actor.{name}={value} has no effect with pg_objective {given.get('pg_objective', '')}; remove it"
         if self.has_kl and actor.kl_loss_type not in _ESTIMATORS:
             known = ", ".join(_ESTIMATORS)
             yield f"actor.kl_loss_type={actor.kl_loss_type} has no estimator in megatron_pg; use {known}"
         for name in ("calculate_sum_pi_squared", "use_prefix_grouper"):
             if getattr(actor, name):
-                yield f"actor.{name} {_NOT_RUN}"
+                yield f"actor.{name}=True {_NOT_RUN}"
         if given.get("loss_aggregation") == "prompt_mean" and actor.ppo_epochs > 1:
-            yield (
-                f"loss_aggregation prompt_mean with actor.ppo_epochs={actor.ppo_epochs} cannot tell whether prompt "
-                "groups are whole; use 1"
-            )
+            epochs = f"actor.ppo_epochs={actor.ppo_epochs}"
+            yield f"loss_aggregation prompt_mean with {epochs} cannot tell whether prompt groups are whole. Use 1."
 
     def _refused_mean(self) -> Iterator[str]:
         scale, mean = self.actor.loss_scale_factor, f"actor.loss_agg_mode={self.mean}"
@@ -204,21 +202,15 @@ class _Loss:
 def _refused(engine: Any, model: Any, given: Mapping[str, Any]) -> Iterator[str]:
     for name in _REFUSED:
         if getattr(engine, name, False):
-            yield f"megatron.{name} {_NOT_RUN}"
+            yield f"megatron.{name}=True {_NOT_RUN}"
     if not engine.use_remove_padding:
-        yield "model.use_remove_padding=False was not run with megatron_pg; set it to True"
+        yield "model.use_remove_padding=False was not run with megatron_pg. Set it to True."
     if model.mtp.enable:
-        yield f"model.mtp.enable {_NOT_RUN}"
-    if given.get("pg_temperature", 1.0) != 1.0:
-        yield (
-            f"pg_temperature {given['pg_temperature']} would be a second temperature in addition to verl's "
-            "rollout.temperature; remove it"
-        )
+        yield f"model.mtp.enable=True {_NOT_RUN}"
+    if (value := given.get("pg_temperature", 1.0)) != 1.0:
+        yield f"pg_temperature {value} is a second temperature in addition to verl's rollout.temperature. Remove it."
     heads = [name for name in ("pg_fused_head", "fp32_lm_head") if given.get(name)]
     if heads and not engine.use_fused_kernels:
-        yield (
-            f"{heads[0]} needs model.use_fused_kernels=True, because verl computes the logits itself without it; set "
-            f"that, and remove {heads[0]}"
-        )
+        yield f"{heads[0]} needs model.use_fused_kernels=True, which includes it. Set that, and remove {heads[0]}."
     if (mode := given.get("pg_fused_head")) in AT_ONCE:
         yield f"pg_fused_head {mode} needs the loss inside the head, and verl computes its loss later; use recompute"

@@ -38,7 +38,7 @@ AGGREGATIONS = {name: {"loss_aggregation": name} for name in ("sample_mean", "pr
 }
 HEADS = {"logits": {}} | {mode: {"pg_fused_head": mode} for mode in HEAD_MODES}
 SFT_WEIGHT = 0.25
-TIS = (0.9, 1.2)
+TIS, CAP = (0.9, 1.2), 1.1
 NUMBERS = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
 _CLIP = {f"pg_{name}": number for name, number in NUMBERS.items()}
 OBJECTIVES = {
@@ -59,6 +59,8 @@ TERMS = {  # for hosts whose batches contain a teacher's log-probabilities and t
     "top_p": (_CLIP, {}),  # whose samples say what could be sampled
     # by the host's flags
     "their tis": (_CLIP, {"correction": "tis", "correction_low": TIS[0], "correction_high": TIS[1]}),
+    "their gspo": (_CLIP, {"objective": "gspo"}),
+    "their dual clip": (_CLIP, {"objective": "dual_clip", "numbers": NUMBERS | {"cap": CAP}}),
 }
 
 

@@ -88,6 +88,7 @@ class Case:
     tis: bool = False
     kl: str | None = None  # estimator
     kl_mode: str = "sample_mean"
+    on_policy: bool = False  # the old log-probabilities are the current ones
 
     @property
     def settings(self) -> Settings:
@@ -116,7 +117,7 @@ def oracle(parameters: Sequence[Tensor], rows: Sequence[Row], case: Case) -> Fou
     """Of the rows that the sample mask counts, through a model of an embedding and a head."""
     embedding, head = (p.detach().double().numpy() for p in parameters)
     counted = [row for row in rows if row.is_counted]
-    documents = [_document(row, embedding, head) for row in counted]
+    documents = [_document(row, embedding, head, on_policy=case.on_policy) for row in counted]
     result = step_oracle.run(documents, case.settings)
     gradients = np.zeros_like(embedding), np.zeros_like(head)
     for row, slopes in zip(counted, result.gradients, strict=True):
@@ -126,16 +127,21 @@ def oracle(parameters: Sequence[Tensor], rows: Sequence[Row], case: Case) -> Fou
     return Found([torch.from_numpy(gradient) for gradient in gradients], _metrics(documents, case, result))
 
 
-def _document(row: Row, embedding: np.ndarray, head: np.ndarray) -> Document:
+def _document(row: Row, embedding: np.ndarray, head: np.ndarray, *, on_policy: bool) -> Document:
     """All tokens but the first, of which some are trained."""
+    logits, targets = embedding[row.tokens[:-1]] @ head.T, np.array(row.tokens[1:])
+    values = dict(row.values)
+    if on_policy:
+        own = logits[range(len(targets)), targets] - np.log(np.exp(logits).sum(axis=1))
+        values["prev_logprobs"] = [0.0, *own]
     fields = dict(zip(("advantages", "old", "rollout", "ref"), VALUES, strict=True))
     mask = np.zeros(len(row.tokens) - 1, dtype=bool)
     mask[np.array(row.trained, dtype=int) - 1] = True
     return Document(
-        logits=embedding[row.tokens[:-1]] @ head.T,
-        targets=np.array(row.tokens[1:]),
+        logits=logits,
+        targets=targets,
         mask=mask,
-        **{short: np.array(row.values[name][1 : len(row.tokens)]) for short, name in fields.items()},
+        **{short: np.array(values[name][1 : len(row.tokens)]) for short, name in fields.items()},
         prompt_id=row.prompt,
     )
 

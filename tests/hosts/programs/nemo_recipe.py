@@ -1,5 +1,6 @@
 """NeMo-RL's own train call with our loss (`recipe_ranks`, `NEMO_RL` names its checkout), against loops in float64."""
 
+import functools
 import importlib
 import os
 from typing import Any
@@ -48,7 +49,10 @@ class Toy(MegatronModule):
 
     def forward(self, input_ids, position_ids=None, attention_mask=None, **rest):
         hidden = copy_to_tensor_model_parallel_region(self.embedding[input_ids])
-        return hidden @ self.head.T  # [b, s, V / tp]
+        logits = hidden @ self.head.T  # [b, s, V / tp]
+        if not rest.get("return_logprobs_for_linear_ce_fusion"):
+            return logits
+        return logits.log_softmax(dim=-1).gather(2, rest["labels"].roll(-1, dims=1)[:, :, None])[:, :, 0]
 
     def set_input_tensor(self, tensor):
         pass
@@ -77,7 +81,7 @@ def options(**chosen: object) -> Any:
 
 
 def train(
-    loss_fn: Any, *, rows: str, steps_of: int = ROWS, batch: dict[str, Tensor] | None = None
+    loss_fn: Any, *, rows: str, steps_of: int = ROWS, batch: dict[str, Tensor] | None = None, **settings: object
 ) -> tuple[list[list[Tensor]], dict[str, float]]:
     """Gradients of every step, and the metrics as NeMo-RL's driver would log them."""
     model = build()
@@ -88,6 +92,7 @@ def train(
         loss_fn,
         rows=rows,
         steps_of=steps_of,
+        **settings,
     )
     logged = {name: sum(values) for name, values in results["all_mb_metrics"].items() if name not in ("lr", "wd")}
     return found, logged
@@ -192,12 +197,55 @@ def beside_each_other(*, rows: str) -> dict[str, float]:
         "untruncated correction": {"use_importance_sampling_correction": True},
         "icepop": {**TIS, "truncated_importance_sampling_type": "icepop"},
         "seq-mask-tis": {**TIS, "truncated_importance_sampling_type": "seq-mask-tis"},
+        "forced ratio": {"force_on_policy_ratio": True, "ratio_clip_c": 3.0},
+        "forced ratio, TIS": {"force_on_policy_ratio": True, **TIS},
+        "fuse_loss, TIS": TIS,
+        "top_p": TIS,
     }
+    settings = {"fuse_loss, TIS": {"fuse_loss": rows == "packed"}, "top_p": {"top_p": 0.95}}
+    if rows != "packed":  # which NeMo-RL refuses
+        cases["use_fused_linear_logprobs"], settings["use_fused_linear_logprobs"] = TIS, {"fused_linear": True}
     found = {}
     for name, given in cases.items():
-        (expected_, _), (mine, _) = (train(loss_class(options(**given)), rows=rows) for loss_class in both)
+        losses = [loss_class(options(**given), name == "use_fused_linear_logprobs") for loss_class in both]
+        if name in settings:
+            losses[1].take_logprobs()
+        (expected_, known), (mine, logged) = (train(loss, rows=rows, **settings.get(name, {})) for loss in losses)
         found[name] = hosts.error(mine[0], [gradient.double() for gradient in expected_[0]])
+        if name == "forced ratio":  # theirs truncates the ratio of its metric, too
+            found[f"{name}, metrics"] = max(abs(logged[each] / known[each] - 1) for each in HOST)
     return found
+
+
+def draft() -> float:
+    """Our gradients against theirs, of the logits of model and draft, where NeMo-RL adds the draft's loss."""
+    wrapper, utils = (importlib.import_module(f"nemo_rl.algorithms.loss.{name}") for name in ("wrapper", "utils"))
+    rows_of = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
+    where = {
+        "vocab_parallel_rank": 0,
+        "vocab_parallel_group": parallel_state.get_tensor_model_parallel_group(),
+        "context_parallel_group": parallel_state.get_context_parallel_group(),
+    }
+    found = []
+    for module, name in (
+        ("nemo_rl.algorithms.loss", "ClippedPGLossFn"),
+        ("megatron_pg.nemo_rl", "PolicyGradientLossFn"),
+    ):
+        loss, batch = getattr(importlib.import_module(module), name)(options(**TIS)), nemo_oracle.batch()
+        if name == "PolicyGradientLossFn":
+            loss.take_logprobs()
+            importlib.import_module("megatron_pg.hosts.nemo_rl.rows").plan_steps(batch, loss.planning, ROWS)
+        generator = torch.Generator().manual_seed(4)
+        shape = (*batch["input_ids"].shape, VOCABULARY)
+        logits = [torch.randn(shape, generator=generator).requires_grad_() for _ in range(2)]
+        data = rows_of({**batch, "student_logits": logits[1]})
+        prepared = {"prepare_fn": utils.prepare_loss_input, **where}
+        policy = functools.partial(wrapper.wrap_loss_fn_with_input_preparation, loss_fn=loss, **prepared)
+        added = wrapper.DraftLossWrapper(loss_fn=policy, data_dict=data, loss_weight=0.5, **prepared)
+        num_tokens = (batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]).sum()
+        added(logits[0], data, batch["sample_mask"].sum(), num_tokens)[0].backward()
+        found.append([each.grad for each in logits])
+    return hosts.error(found[1], [each.double() for each in found[0]])
 
 
 def first_step() -> dict[str, list[float]]:
@@ -235,7 +283,7 @@ def figures() -> dict[str, object]:
         if rows == "packed":
             result[f"Triton, {layout}"] = by_triton()
         elif "first step" not in result:
-            result["first step"] = first_step()
+            result["first step"], result["draft"] = first_step(), draft()
         result[f"theirs, {layout}"] = theirs(rows=rows)
         result[f"ours against theirs, {layout}"] = beside_each_other(rows=rows)
         for steps in (1, 2):

@@ -128,7 +128,11 @@ class Policy:
         found = []
         for start in range(0, len(shard["input_ids"]), ROWS):
             rows = {name: values[start : start + ROWS] for name, values in shard.items()}
-            loss, metrics = loss_fn(logits=self._logits(rows["input_ids"]), data=rows, **counts)
+            output = {"logits": self._logits(rows["input_ids"])}
+            if getattr(loss_fn, "input_type", None) is LossInputType.LOGPROB:
+                values = output.pop("logits")[:, :-1].log_softmax(dim=-1).gather(2, rows["input_ids"][:, 1:, None])
+                output = {"next_token_logprobs": values[:, :, 0]}
+            loss, metrics = loss_fn(data=rows, **output, **counts)
             loss.backward()
             found.append(metrics)
         return found

@@ -127,7 +127,7 @@ class Workers:
         return [found for is_copy, found in ranks if not is_copy]
 
 
-def config(*, rows: str, steps_of: int) -> dict[str, Any]:
+def config(*, rows: str, steps_of: int, fuse_loss: bool, fused_linear: bool) -> dict[str, Any]:
     """What their code reads of their policy's configuration."""
     sizes = {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
@@ -145,13 +145,20 @@ def config(*, rows: str, steps_of: int) -> dict[str, Any]:
             "enabled": rows == "packed",
             "train_mb_tokens": 36,
             "algorithm": "modified_first_fit_decreasing",
+            "fuse_loss": fuse_loss,
         },
-        "megatron_cfg": {"enabled": True, "sequence_parallel": False, "empty_unused_memory_level": 0, **sizes},
+        "megatron_cfg": {
+            "enabled": True,
+            "sequence_parallel": False,
+            "empty_unused_memory_level": 0,
+            "use_fused_linear_logprobs": fused_linear,
+            **sizes,
+        },
         "draft": {"enabled": False},
     }
 
 
-def worker_of(model: Any, optimizer: Optimizer, cfg: dict[str, Any]) -> Any:
+def worker_of(model: Any, optimizer: Optimizer, cfg: dict[str, Any], top_p: float) -> Any:
     module = importlib.import_module("nemo_rl.models.policy.workers.megatron_policy_worker")
     sampling = importlib.import_module("nemo_rl.algorithms.logits_sampling_utils").TrainingSamplingParams
     worker = module.MegatronPolicyWorkerImpl.__new__(module.MegatronPolicyWorkerImpl)
@@ -164,7 +171,7 @@ def worker_of(model: Any, optimizer: Optimizer, cfg: dict[str, Any]) -> Any:
         "scheduler": SimpleNamespace(get_lr=lambda group: 1e-6, get_wd=lambda: 0.0, step=lambda increment: None),
         "timer": SimpleNamespace(start=lambda name: None, stop=lambda name: None),
         "mcore_state": state,
-        "sampling_params": sampling(temperature=1.0),
+        "sampling_params": sampling(temperature=1.0, top_p=top_p),
         "draft_model": None,
         "dtype": torch.float32,
         "defer_fp32_logits": False,
@@ -189,6 +196,9 @@ def train(
     *,
     rows: str,
     steps_of: int,
+    fuse_loss: bool = False,
+    top_p: float = 1.0,
+    fused_linear: bool = False,
 ) -> tuple[list[list[Tensor]], dict[str, Any]]:
     """Gradients of every optimizer step, and what `Policy.train` returned to the driver.
 
@@ -199,8 +209,11 @@ def train(
         loss_fn: theirs or ours.
         rows: how they make micro-batches: "padded" (two each), "dynamic" (as many as tokens allow) or "packed".
         steps_of: rows of an optimizer step.
+        fuse_loss: their policy.sequence_packing.fuse_loss.
+        top_p: their policy.generation.top_p.
+        fused_linear: their policy.megatron_cfg.use_fused_linear_logprobs.
     """
-    cfg = config(rows=rows, steps_of=steps_of)
+    cfg = config(rows=rows, steps_of=steps_of, fuse_loss=fuse_loss, fused_linear=fused_linear)
     module = importlib.import_module("nemo_rl.models.policy.lm_policy")
     rows_of = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
     optimizer = Optimizer(gradients)
@@ -219,7 +232,7 @@ def train(
         sequence_packing_args=lengths | packing,
         flops_tracker=None,
         debug_payload_metrics=False,
-        worker_group=Workers(worker_of(model, optimizer, cfg)),
+        worker_group=Workers(worker_of(model, optimizer, cfg, top_p)),
     )
     found = policy.train(rows_of({name: values.clone() for name, values in batch.items()}), loss_fn)
     return optimizer.found, found

@@ -46,8 +46,15 @@ TERM_CASES = [
     Case(objective="top_p", aggregation="token_mean", head="recompute"),
     Case(objective="their tis", rollouts_per_step=4),
     Case(objective="their tis", aggregation="token_mean", head="forward"),
+    Case(objective="their gspo", rollouts_per_step=4),
+    Case(objective="their dual clip", rollouts_per_step=4),
 ]
-OF_MILES = {"opd", "their tis"}  # whose batches name no loss terms and no sampling masks
+THEIRS = {  # a case's objective: the host's flags that select it
+    "their tis": {"use_tis": True, "tis_clip_low": hosts.TIS[0], "tis_clip": hosts.TIS[1]},
+    "their gspo": {"advantage_estimator": "gspo"},
+    "their dual clip": {"eps_clip_c": hosts.CAP},
+}
+OF_MILES = {"opd", *THEIRS}  # whose batches name no loss terms and no sampling masks
 MEASURED = Case(aggregation="constant", objective="kl", rollouts_per_step=4)  # whose metrics are compared
 
 
@@ -64,9 +71,8 @@ def arguments(host: str, case: Case, **more: object) -> Namespace:
         "eps_clip_high": 0.28,
         "use_kl_loss": "pg_kl_coef" in case.flags,
         "use_opd": False,
-        "use_tis": case.objective == "their tis",
-        "tis_clip_low": hosts.TIS[0] if case.objective == "their tis" else 0.0,
-        "tis_clip": hosts.TIS[1] if case.objective == "their tis" else 2.0,
+        "tis_clip_low": 0.0,
+        "tis_clip": 2.0,
         "rollout_top_p": 0.9 if case.objective == "top_p" else 1.0,
         "kl_loss_coef": case.flags.get("pg_kl_coef", 0.0),
         "kl_loss_type": "k3",
@@ -74,7 +80,7 @@ def arguments(host: str, case: Case, **more: object) -> Namespace:
     }
     if "pg_clip_eps_low" not in case.flags:  # an objective that reads none
         known["eps_clip_high"] = args.eps_clip
-    return argparse.Namespace(**vars(args) | known | more)
+    return argparse.Namespace(**vars(args) | known | THEIRS.get(case.objective, {}) | more)
 
 
 def errors(train: Train, host: str, case: Case, **more: object) -> float:
@@ -90,12 +96,12 @@ def errors(train: Train, host: str, case: Case, **more: object) -> float:
     return max(hosts.error(mine, hosts.expected(step, case, on_policy=on_policy)[0]) for mine, step in pairs)
 
 
-def jump(train: Train, host: str, objective: str = "grpo") -> float:
+def jump(train: Train, host: str, objective: str = "grpo", **more: object) -> float:
     """Between the host's own loss under its own flags and ours, of every gradient of three steps."""
     case = Case(rollouts_per_step=4, objective=objective)
     found = hosts.samples()
     (ours, _), (theirs, _) = (
-        train(case, found, arguments(host, case, custom_megatron_init_path=path))
+        train(case, found, arguments(host, case, custom_megatron_init_path=path, **more))
         for path in (f"megatron_pg.{host}.init", None)
     )
     return max(hosts.error(mine, [each.double() for each in own]) for mine, own in zip(ours, theirs, strict=True))
@@ -114,7 +120,8 @@ def figures(train: Train, host: str, *, has_own_loss: bool = True) -> dict[str, 
         if host == "miles":
             of_layout["padded"] = {case.name: errors(train, host, case, **PADDED) for case in PADDED_CASES}
         if has_own_loss:
-            of_layout["jump"] = max(jump(train, host), jump(train, host, "their tis"))
+            joined = {"allgather_cp": sizes.get("context_parallel_size", 1) == 1}  # which cuts nothing there
+            of_layout["jump"] = max(jump(train, host, **joined), *(jump(train, host, name) for name in THEIRS))
         more = arguments(host, MEASURED, pg_metrics="with_entropy")
         logged = [train(MEASURED, hosts.samples(), more)[1]]
         writer = parallel_state.get_pipeline_model_parallel_world_size() - 1  # the first rank of the last stage

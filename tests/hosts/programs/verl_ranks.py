@@ -303,8 +303,7 @@ def modes(verl: SimpleNamespace) -> dict[str, list[float]]:
     new = (old + 0.5 * torch.randn(6, 7, generator=generator, dtype=torch.float64)).clamp(max=-0.01)
     for mode in MODES_OF_VERL:
         policy_loss = verl.config.PolicyLossConfig(loss_mode=mode, dro_beta=0.3)
-        given = {name: _NUMBERS[name] for name in MODES_OF_VERL[mode].numbers if name in _NUMBERS}
-        actor = host.actor_config(verl, policy_loss=policy_loss, loss_agg_mode="seq-mean-token-mean", **given)
+        actor = host.actor_config(verl, policy_loss=policy_loss, loss_agg_mode="seq-mean-token-mean", **_NUMBERS)
         theirs = new.clone().requires_grad_()
         loss, _ = verl.core_algos.get_policy_loss_fn(mode)(
             old, theirs, advantages, mask, "seq-mean-token-mean", actor, None

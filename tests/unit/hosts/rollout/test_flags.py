@@ -7,6 +7,8 @@ from host_cases import Case, refused_flags
 from megatron_pg.args import ArgumentError
 from megatron_pg.hosts.rollout import miles, slime
 
+ANY_EPS = pytest.mark.filterwarnings("ignore::megatron_pg.args.ArgumentWarning")  # W8, about gspo's clip
+
 
 def arguments(**more):
     return rollout_hosts.arguments("slime", Case(), **{"pg_clip_eps_low": None, "pg_clip_eps_high": None} | more)
@@ -22,6 +24,7 @@ def refusal(host, given: dict) -> str:
     return str(refused.value)
 
 
+@ANY_EPS
 @pytest.mark.parametrize("host", [slime.HOST, miles.HOST])
 @pytest.mark.parametrize(("given", "message"), refused_flags("slime and miles"))
 def test_unsupported_flags_are_refused(host, given, message):
@@ -96,6 +99,18 @@ def test_their_truncated_importance_sampling_is_ours(host):
     own = host.checked(arguments(use_tis=True, pg_correction="tis,high=3.0")).args
     assert own.pg_correction == "tis,high=3.0,low=0.0"
     assert host.checked(arguments()).args.pg_correction == "none"
+
+
+@ANY_EPS
+@pytest.mark.parametrize("host", [slime.HOST, miles.HOST])
+def test_their_flags_select_the_objective(host):
+    found = host.checked(arguments(advantage_estimator="gspo", eps_clip=4e-4, eps_clip_high=4e-4)).args
+    assert (found.pg_objective, found.pg_clip_eps_low, found.pg_clip_eps_high) == ("gspo", 4e-4, 4e-4)
+    found = host.checked(arguments(eps_clip_c=3.0)).args
+    assert (found.pg_objective, found.pg_clip_eps_high) == ("dual_clip,cap=3.0", 0.28)
+    own = {"advantage_estimator": "cispo", "pg_objective": "cispo,cap=1.2", "eps_clip_high": 0.2}
+    assert host.checked(arguments(**own)).args.pg_objective == "cispo,cap=1.2"
+    assert host.checked(arguments(allgather_cp=True)).args.pg_objective == "grpo"
 
 
 def test_a_message_about_a_number_of_the_host_names_its_flag():
