@@ -1,6 +1,6 @@
 """NeMo-RL itself, unmodified, on two ranks: driver, sharding, packing and the worker's train, with our loss.
 
-NEMO_RL, or a folder of HOSTS, is a checkout of commit 7ea279ab; without it these tests are skipped, except for that of the harness.
+NEMO_RL, or a folder of HOSTS, is a checkout of commit 7ea279ab. Without it only the test of the harness runs.
 """
 
 from pathlib import Path
