@@ -68,6 +68,60 @@ def options(values: Mapping[str, object], prefix: str = "") -> list[str]:
     return words
 
 
+def write_inputs(folder: Path) -> Path:
+    """Model, prompts and rollouts that the hosts read; returns the folder."""
+    prompts = [[(7 * number + place) % 61 for place in range(4)] for number in range(32)]
+    code = f"import inputs; inputs.write({str(folder)!r}, {prompts}, {PROMPTS}, {GROUP})"
+    environment = processes.environment(PROGRAMS) | SETTINGS
+    subprocess.run([str(PYTHON), "-c", code], env=environment, check=True)
+    return folder
+
+
+# --- verl ---
+
+OPTIONS_OF_VERL = "actor_rollout_ref.actor.megatron.override_mcore_model_config.megatron_pg"
+METRICS_FILE = {"pg_metrics_file": "metrics.jsonl"}
+VERL = {
+    "algorithm.adv_estimator": "grpo",
+    "trainer": {
+        "val_before_train": False,
+        "test_freq": -1,
+        "save_freq": -1,
+        "n_gpus_per_node": on_cpu.GPUS,
+        "nnodes": 1,
+        "balance_batch": False,
+        "total_epochs": 1000,
+        "logger": "[console]",
+    },
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+    "data": {
+        "train_batch_size": PROMPTS,
+        "max_prompt_length": 16,
+        "max_response_length": 16,
+        "dataloader_num_workers": 0,
+        "shuffle": False,
+    },
+    "reward.num_workers": 1,
+    "reward.custom_reward_function.path": PROGRAMS / "inputs.py",
+    "actor_rollout_ref.rollout": {
+        "name": "table",
+        "tensor_model_parallel_size": 1,
+        "n": GROUP,
+        "agent.num_workers": 1,
+        "calculate_log_probs": True,
+        "log_prob_use_dynamic_bsz": True,
+        "log_prob_max_token_len_per_gpu": 64,
+    },
+    "actor_rollout_ref.actor": {
+        "ppo_mini_batch_size": PROMPTS // STEPS_PER_ROLLOUT,
+        "use_dynamic_bsz": True,
+        "ppo_max_token_len_per_gpu": 64,
+        "optim.lr": 1e-2,
+    },
+    **{f"{'' if name == 'num_cpus' else '+'}ray_kwargs.ray_init.{name}": value for name, value in on_cpu.RAY.items()},
+}
+
+
 def begin_verl(
     folder: Path,
     inputs: Path,
@@ -79,67 +133,58 @@ def begin_verl(
     rollouts: int = ROLLOUTS,
 ) -> subprocess.Popen:
     """verl's `main_ppo`, with our loss and these options of it, or with verl's own loss."""
-    actor = {
-        "ppo_mini_batch_size": PROMPTS // STEPS_PER_ROLLOUT,
-        "use_dynamic_bsz": True,
-        "ppo_max_token_len_per_gpu": 64,
-        "optim.lr": 1e-2,
-        "megatron": sizes(layout),
-    }
-    rollout = {
-        "name": "table",
-        "tensor_model_parallel_size": 1,
-        "n": GROUP,
-        "agent.num_workers": 1,
-        "calculate_log_probs": True,
-        "log_prob_use_dynamic_bsz": True,
-        "log_prob_max_token_len_per_gpu": 64,
-    }
-    values = {
-        "algorithm.adv_estimator": "grpo",
-        "trainer": {
-            "val_before_train": False,
-            "test_freq": -1,
-            "save_freq": -1,
-            "n_gpus_per_node": 2,
-            "nnodes": 1,
-            "balance_batch": False,
-            "total_training_steps": rollouts,
-            "total_epochs": 100,
-            "logger": "[console]",
-        },
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
-        "data": {
-            "train_files": inputs / "train.parquet",
-            "val_files": inputs / "train.parquet",
-            "train_batch_size": PROMPTS,
-            "max_prompt_length": 16,
-            "max_response_length": 16,
-            "dataloader_num_workers": 0,
-            "shuffle": False,
-        },
-        "reward.num_workers": 1,
-        "reward.custom_reward_function.path": PROGRAMS / "inputs.py",
-        "actor_rollout_ref": {
-            "model": {"path": inputs / "model", "use_fused_kernels": is_fused},
-            "rollout": rollout,
-            "actor": actor,
-        },
-        "+ray_kwargs.ray_init.num_gpus": on_cpu.RAY["num_gpus"],
-        "ray_kwargs.ray_init.num_cpus": on_cpu.RAY["num_cpus"],
-        "+ray_kwargs.ray_init.include_dashboard": on_cpu.RAY["include_dashboard"],
+    changes = {
+        "trainer.total_training_steps": rollouts,
+        "data": {"train_files": inputs / "train.parquet", "val_files": inputs / "train.parquet"},
+        "actor_rollout_ref.model": {"path": inputs / "model", "use_fused_kernels": is_fused},
+        "actor_rollout_ref.actor.megatron": sizes(layout),
         "hydra.run.dir": folder / "hydra",
     }
-    words = options(values)
+    words = options(VERL) + options(changes)
     if ours is not None:
         words.append("actor_rollout_ref.model.external_lib=megatron_pg.verl")
-        words += [f"+{VERL_OPTIONS}.{name}={value}" for name, value in {**METRICS_FILE, **ours}.items()]
+        words += [f"+{OPTIONS_OF_VERL}.{name}={value}" for name, value in {**METRICS_FILE, **ours}.items()]
     command = ["-m", "verl.trainer.main_ppo", "--config-name=ppo_megatron_trainer", *words]
     return begin("verl", folder, command, *([checkout] if checkout else []), VERL_ENGINE_DEVICE="cuda")
 
 
-VERL_OPTIONS = "actor_rollout_ref.actor.megatron.override_mcore_model_config.megatron_pg"
-METRICS_FILE = {"pg_metrics_file": "metrics.jsonl"}
+# --- slime and miles ---
+
+ROLLOUT_HOST = {
+    "rollout_batch_size": PROMPTS,
+    "n_samples_per_prompt": GROUP,
+    "global_batch_size": PROMPTS * GROUP // STEPS_PER_ROLLOUT,
+    "actor_num_nodes": 1,
+    "actor_num_gpus_per_node": on_cpu.GPUS,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "ffn_hidden_size": 32,
+    "seq_length": 128,
+    "max_position_embeddings": 128,
+    "vocab_size": 64,
+    "make_vocab_size_divisible_by": 1,
+    "transformer_impl": "local",
+    "position_embedding_type": "none",
+    "norm_epsilon": 1e-6,
+    "lr": 1e-2,
+    "lr_decay_style": "constant",
+    "optimizer": "adam",
+    "clip_grad": 1.0,
+    "max_tokens_per_gpu": 64,
+    "distributed_backend": "gloo",
+    "attention_dropout": 0,
+    "hidden_dropout": 0,
+    "custom_model_provider_path": "rollout_on_cpu.provide",
+    "advantage_estimator": "grpo",
+    "eps_clip": 0.2,
+    "eps_clip_high": 0.28,
+}
+SWITCHES = (
+    *("debug_train_only", "untie_embeddings_and_output_weights", "use_dynamic_batch_size", "use_cpu_initialization"),
+    *("no_gradient_accumulation_fusion", "no_persist_layer_norm", "no_masked_softmax_fusion"),
+    *("no_bias_gelu_fusion", "no_bias_dropout_fusion", "no_rope_fusion", "disable_rollout_global_dataset"),
+)
+RESUMED = ("no_load_optim", "no_load_rng")  # torch's Adam has no state yet when Megatron asks for its shape
 
 
 def begin_rollout_host(
@@ -154,65 +199,66 @@ def begin_rollout_host(
     rollouts: int = ROLLOUTS,
     checkpoints: Path | None = None,
 ) -> subprocess.Popen:
-    """The `train.py` of slime or miles, started by our launcher with these flags, or by itself."""
-    values = {
-        "load_debug_rollout_data": inputs / "rollout_0.pt"
-        if rollouts > ROLLOUTS
-        else inputs / "rollout_{rollout_id}.pt",
-        "hf_checkpoint": inputs / "model",
-        "num_rollout": rollouts,
-        "rollout_batch_size": PROMPTS,
-        "n_samples_per_prompt": GROUP,
-        "global_batch_size": PROMPTS * GROUP // STEPS_PER_ROLLOUT,
-        "actor_num_nodes": 1,
-        "actor_num_gpus_per_node": 2,
-        "num_layers": max(1, layout.get("pipeline", 1)),
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "ffn_hidden_size": 32,
-        "seq_length": 128,
-        "max_position_embeddings": 128,
-        "vocab_size": 64,
-        "make_vocab_size_divisible_by": 1,
-        "transformer_impl": "local",
-        "position_embedding_type": "none",
-        "norm_epsilon": 1e-6,
-        "lr": 1e-2,
-        "lr_decay_style": "constant",
-        "optimizer": "adam",
-        "clip_grad": 1.0,
-        "max_tokens_per_gpu": 64,
-        "distributed_backend": "gloo",
-        "attention_dropout": 0,
-        "hidden_dropout": 0,
-        "custom_model_provider_path": "rollout_on_cpu.provide",
-        "advantage_estimator": "grpo",
-        "eps_clip": 0.2,
-        "eps_clip_high": 0.28,
-        **sizes(layout),
-        **({} if ours is None else {**METRICS_FILE, **ours}),
-        **({"pg_fused_head": "forward"} if is_fused else {}),
-        **({"load": inputs / "model"} if host == "slime" else {"ref_load": inputs / "empty"}),
-    }
-    resumed = []
-    if checkpoints is not None:  # torch's Adam has no state when Megatron asks for its shape, so none is loaded
-        values |= {"load": checkpoints, "save": checkpoints, "save_interval": 1}
-        values |= {"ref_load": inputs / ("model" if host == "slime" else "empty")}
-        resumed = ["no_load_optim", "no_load_rng"]
-    switches = (
-        *(
-            "debug_train_only",
-            "untie_embeddings_and_output_weights",
-            "use_dynamic_batch_size",
-            "use_cpu_initialization",
-        ),
-        *("no_gradient_accumulation_fusion", "no_persist_layer_norm", "no_masked_softmax_fusion"),
-        *("no_bias_gelu_fusion", "no_bias_dropout_fusion", "no_rope_fusion", "disable_rollout_global_dataset"),
-    )
+    """The `train.py` of slime or miles, started by our launcher with these flags, or by itself.
+
+    With `checkpoints` it continues from the latest one, and saves one after each rollout.
+    """
+    start = inputs / ("model" if host == "slime" else "empty")
+    values = ROLLOUT_HOST | sizes(layout)
+    values["num_rollout"], values["num_layers"] = rollouts, layout.get("pipeline", 1)
+    values["load_debug_rollout_data"] = inputs / f"rollout_{'{rollout_id}' if rollouts <= ROLLOUTS else 0}.pt"
+    values |= {"hf_checkpoint": inputs / "model", "load" if host == "slime" else "ref_load": start}
+    if checkpoints is not None:
+        values |= {"load": checkpoints, "save": checkpoints, "save_interval": 1, "ref_load": start}
+    if ours is not None:
+        values |= METRICS_FILE | ours | ({"pg_fused_head": "forward"} if is_fused else {})
     words = [word for name, value in values.items() for word in (flag(name), str(value))]
+    switches = [flag(name) for name in (*SWITCHES, *(RESUMED if checkpoints is not None else ()))]
     launcher = [] if ours is None else ["-m", f"megatron_pg.{host}"]
-    command = [*launcher, str(checkout / "train.py"), *words, *map(flag, [*switches, *resumed])]
-    return begin(host, folder, command, checkout)
+    return begin(host, folder, [*launcher, str(checkout / "train.py"), *words, *switches], checkout)
+
+
+def flag(name: str) -> str:
+    """`--as-a-flag`."""
+    return "--" + name.replace("_", "-")
+
+
+# --- NeMo-RL ---
+
+SETTINGS_OF_NEMO_RL = {
+    "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1",
+    "TORCH_CUDA_ARCH_LIST": "9.0",
+    "NRL_DISABLE_NUMA_BINDING": "1",
+}
+NEMO_RL = {
+    "grpo": {
+        "num_prompts_per_step": PROMPTS,
+        "num_generations_per_prompt": GROUP,
+        "max_num_epochs": 1000,
+        "val_period": 0,
+    },
+    "loss_fn.reference_policy_kl_penalty": 0,
+    "policy": {
+        "precision": "float32",
+        "train_global_batch_size": PROMPTS * GROUP // STEPS_PER_ROLLOUT,
+        "train_micro_batch_size": 2,
+        "max_total_sequence_length": 64,
+        "sequence_packing.enabled": True,
+        "generation.max_new_tokens": 8,
+        "megatron_cfg": {
+            "freeze_moe_router": False,
+            "optimizer": {"bf16": False, "use_precision_aware_optimizer": False, "lr": 1e-2},
+            "distributed_data_parallel_config": {"overlap_grad_reduce": False, "overlap_param_gather": False},
+        },
+    },
+    "data": {
+        "train": {"dataset_name": "ResponseDataset", "split_validation_size": 0},
+        "default.prompt_file": "null",
+        "num_workers": 0,
+    },
+    "env.math.num_workers": 1,
+    "cluster.gpus_per_node": on_cpu.GPUS,
+}
 
 
 def begin_nemo_rl(
@@ -225,65 +271,17 @@ def begin_nemo_rl(
     rollouts: int = ROLLOUTS,
 ) -> subprocess.Popen:
     """NeMo-RL's `run_grpo.py`, started by our launcher with these options in `loss_fn.megatron_pg`, or by itself."""
-    megatron = sizes(layout) | {
-        "freeze_moe_router": False,
-        "optimizer": {"bf16": False, "use_precision_aware_optimizer": False, "lr": 1e-2},
-        "distributed_data_parallel_config": {"overlap_grad_reduce": False, "overlap_param_gather": False},
-    }
-    values = {
-        "grpo": {
-            "num_prompts_per_step": PROMPTS,
-            "num_generations_per_prompt": GROUP,
-            "max_num_steps": rollouts,
-            "max_num_epochs": 1000,
-            "val_period": 0,
-        },
-        "loss_fn.reference_policy_kl_penalty": 0,
-        "policy": {
-            "model_name": inputs / "model",
-            "precision": "float32",
-            "train_global_batch_size": PROMPTS * GROUP // STEPS_PER_ROLLOUT,
-            "train_micro_batch_size": 2,
-            "max_total_sequence_length": 64,
-            "sequence_packing.enabled": True,
-            "generation.max_new_tokens": 8,
-            "megatron_cfg": megatron,
-        },
-        "data": {
-            "train": {"dataset_name": "ResponseDataset", "split_validation_size": 0},
-            "default.prompt_file": "null",
-            "num_workers": 0,
-        },
-        "env.math.num_workers": 1,
+    changes = {
+        "grpo.max_num_steps": rollouts,
+        "policy": {"model_name": inputs / "model", "megatron_cfg": sizes(layout)},
         "logger.log_dir": folder / "logs",
-        "cluster.gpus_per_node": 2,
+        "+data.train.data_path": inputs / "train.jsonl",
+        "++checkpointing.pretrained_checkpoint": f"{{path: {inputs / 'ckpt'}, format: megatron_lm}}",
     }
-    words = [
-        *options(values),
-        f"+data.train.data_path={inputs / 'train.jsonl'}",
-        f"++checkpointing.pretrained_checkpoint={{path: {inputs / 'ckpt'}, format: megatron_lm}}",
-    ]
-    if ours is not None:
-        given = ", ".join(f"{name}: {value}" for name, value in ours.items())
-        words += [f"+loss_fn.megatron_pg={{{given}}}"] if ours else []
+    words = options(NEMO_RL) + options(changes)
+    if ours:
+        words.append(f"+loss_fn.megatron_pg={{{', '.join(f'{name}: {value}' for name, value in ours.items())}}}")
     launcher = [] if ours is None else ["-m", "megatron_pg.nemo_rl"]
     config = checkout / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
     command = [*launcher, str(checkout / "examples" / "run_grpo.py"), "--config", str(config), *words]
-    return begin("nemo_rl", folder, command, checkout, **NEMO_RL)
-
-
-NEMO_RL = {"NEMO_RL_PY_EXECUTABLES_SYSTEM": "1", "TORCH_CUDA_ARCH_LIST": "9.0", "NRL_DISABLE_NUMA_BINDING": "1"}
-
-
-def flag(name: str) -> str:
-    """`--as-a-flag`."""
-    return "--" + name.replace("_", "-")
-
-
-def write_inputs(folder: Path) -> Path:
-    """Model, prompts and rollouts that the hosts read; returns the folder."""
-    prompts = [[(7 * number + place) % 61 for place in range(4)] for number in range(32)]
-    code = f"import inputs; inputs.write({str(folder)!r}, {prompts}, {PROMPTS}, {GROUP})"
-    environment = processes.environment(PROGRAMS) | SETTINGS
-    subprocess.run([str(PYTHON), "-c", code], env=environment, check=True)
-    return folder
+    return begin("nemo_rl", folder, command, checkout, **SETTINGS_OF_NEMO_RL)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
+
+import stand_ins
 
 GPUS = 2  # that Ray pretends to have
 RAY = {"num_gpus": GPUS, "num_cpus": 16, "include_dashboard": False}
@@ -36,7 +37,7 @@ def prepare(
     _modes.has_entered = True
     torch.set_num_threads(1)
     _use_gloo(torch.distributed)
-    sys.meta_path.insert(0, _Absent(absent, contents))
+    sys.meta_path.insert(0, stand_ins.Classes(absent, contents))
     sys.meta_path.insert(0, _AfterImport({"megatron.core.optimizer": recorder.record_steps, **after}))
 
 
@@ -75,41 +76,6 @@ def in_every_thread(function: Callable) -> Callable:
         return await function(*args, **kwargs)
 
     return run_async if inspect.iscoroutinefunction(function) else run
-
-
-class _EmptyClass(type):
-    """Of a class that a host subclasses, calls or reads attributes of."""
-
-    def __getattr__(cls, name: str) -> MagicMock:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return MagicMock(name=name)
-
-
-class _Absent:
-    """Finds packages that are not installed."""
-
-    def __init__(self, packages: Sequence[str], contents: Mapping[str, dict[str, Any]]):
-        self._packages, self._contents = packages, contents
-
-    def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
-        is_absent = any(f"{name}.".startswith(f"{package}.") for package in self._packages)
-        return ModuleSpec(name, self, is_package=True) if is_absent else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module, known = ModuleType(spec.name), {}
-
-        def attribute(name: str) -> type:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            ignore = lambda self, *args, **kwargs: None  # noqa: E731
-            return known.setdefault(name, _EmptyClass(name, (), {"__init__": ignore}))
-
-        module.__getattr__, module.__version__ = attribute, "99.0.0"
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        vars(module).update(self._contents.get(module.__name__, {}))
 
 
 class _AfterImport:

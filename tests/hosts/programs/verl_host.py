@@ -2,20 +2,20 @@
 
 Theirs: the cut into mini-batches and micro-batches, the engine with its forward pass, loss function and contract, the
 optimizer step, the metrics on their way to the driver. Not theirs: the model, an optimizer that keeps the gradients,
-and packages that are not installed and that nothing here needs (`Absent`).
+and packages that are not installed and that nothing here needs (`stand_ins`).
 """
 
 import importlib
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import stand_ins
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -32,42 +32,6 @@ PACKAGES = (
     *("accelerate", "datasets", "fastapi", "flash_attn", "pandas", "peft", "ray", "torchdata"),
     *("transformer_engine", "transformers", "uvicorn"),
 )
-ABSENT: set[str] = set()  # packages that verl imported and that are not there
-
-
-class _Class(type):
-    """Of a class that verl subclasses, calls or reads attributes of."""
-
-    def __getattr__(cls, name: str) -> MagicMock:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return MagicMock(name=name)
-
-
-class Absent:
-    """Makes packages importable, installed or not, as empty classes, so that no run depends on the machine."""
-
-    def __init__(self, packages: Sequence[str], held: Mapping[str, dict[str, Any]]):
-        self._packages, self._held = packages, held
-
-    def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self._packages else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        ABSENT.add(spec.name.partition(".")[0])
-        module, known = ModuleType(spec.name), {}
-
-        def of(name: str) -> type:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            ignore = lambda self, *args, **kwargs: None  # noqa: E731
-            return known.setdefault(name, _Class(name, (), {"__init__": ignore}))
-
-        module.__getattr__, module.__version__ = of, "99.0.0"
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        vars(module).update(self._held.get(module.__name__, {}))
 
 
 def load() -> SimpleNamespace:
@@ -79,7 +43,7 @@ def load() -> SimpleNamespace:
         "ray": {"remote": lambda decorated=None, **options: decorated or (lambda each: each)},
         "transformers.modeling_outputs": {"CausalLMOutputWithPast": output},
     }
-    sys.meta_path.insert(0, Absent(PACKAGES, held))
+    sys.meta_path.insert(0, stand_ins.Classes(PACKAGES, held))
     names = {
         "engine": "verl.workers.engine.megatron.transformer_impl",
         "workers": "verl.workers.engine_workers",

@@ -17,6 +17,7 @@ from typing import Any
 
 import metric_oracle
 import numpy as np
+import stand_ins
 import step_oracle
 import token_oracle
 import torch
@@ -512,4 +513,4 @@ def figures() -> dict[str, Any]:
             found["worker"] = worker_configured(verl)
             found["refused"], found["resumed"] = refusals(verl), resumed(verl, folder)
         parallel_state.destroy_model_parallel()
-    return found | {"absent": sorted(host.ABSENT)}
+    return found | {"absent": sorted(stand_ins.USED)}
