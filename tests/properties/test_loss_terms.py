@@ -44,7 +44,7 @@ def drawn(layout: Layout, block: int) -> list[StepCase]:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_loss_gradients_and_sums_of_every_term_equal_the_oracle(layout, full, evidence):
     for block in range(FULL[layout.world_size] // 20 if full else 1):
-        found = drawn(layout, block)[: 20 if full else 5]
+        found = drawn(layout, block)[: 20 if full else 8]
         evidence(cases=len(found), worst=worst_of(found, layout, random.Random(block), LIMIT), tolerance=LIMIT)
 
 
