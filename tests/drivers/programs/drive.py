@@ -273,7 +273,11 @@ def begin_nemo_rl(
     """NeMo-RL's `run_grpo.py`, started by our launcher with these options in `loss_fn.megatron_pg`, or by itself."""
     changes = {
         "grpo.max_num_steps": rollouts,
-        "policy": {"model_name": inputs / "model", "megatron_cfg": sizes(layout)},
+        "policy": {
+            "model_name": inputs / "model",
+            "make_sequence_length_divisible_by": 2 * layout.get("context", 1),
+            "megatron_cfg": sizes(layout),
+        },
         "logger.log_dir": folder / "logs",
         "+data.train.data_path": inputs / "train.jsonl",
         "++checkpointing.pretrained_checkpoint": f"{{path: {inputs / 'ckpt'}, format: megatron_lm}}",

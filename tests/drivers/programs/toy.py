@@ -11,14 +11,13 @@ VOCABULARY, WIDTH, LENGTH = 64, 16, 128
 
 def build(config: Any, **stage: bool) -> Any:
     """The model of a pipeline stage; `stage` is `pre_process` and `post_process`."""
-    import torch
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer import ModuleSpec
+    from megatron.core.transformer import MegatronModule, ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    class Nothing(torch.nn.Module):
+    class Nothing(MegatronModule):
         def __init__(self, config: Any, layer_number: int = 1, **rest: Any):
-            super().__init__()
+            super().__init__(config)
             self.layer_number = layer_number
 
         def forward(self, hidden_states: Any, **rest: Any) -> tuple:
