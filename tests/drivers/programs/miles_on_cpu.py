@@ -1,12 +1,10 @@
 """miles' driver on a machine without a GPU."""
 
-import argparse
-from types import ModuleType
 from typing import Any
 
 import rollout_on_cpu
 
-ABSENT = ("wandb", "torchft", "ring_flash_attn", "megatron.training.tokenizer")
+ABSENT = ("wandb", "torchft", "ring_flash_attn")
 
 
 class ServerArgs:
@@ -28,22 +26,6 @@ def prepare() -> None:
         "miles",
         data="miles.backends.training_utils.data",
         absent=ABSENT,
-        contents={
-            "sglang.srt.server_args": {"ServerArgs": ServerArgs},
-            "megatron.training.tokenizer.tokenizer": {"_vocab_size_with_padding": lambda size, args: size},
-        },
-        after={"miles.backends.megatron_utils.arguments": _set_older_names},
+        contents={"sglang.srt.server_args": {"ServerArgs": ServerArgs}},
     )
     torch.cuda.mem_get_info = lambda *rest: (8 << 30, 16 << 30)  # miles divides by the total
-
-
-def _set_older_names(arguments: ModuleType) -> None:
-    """miles reads arguments that megatron-core 0.17.1 has renamed."""
-    set_defaults = arguments.set_default_megatron_args
-
-    def set_default_megatron_args(args: argparse.Namespace) -> Any:
-        args.enable_gloo_process_groups = True
-        args.use_checkpoint_lr_scheduler = args.override_lr_scheduler = False
-        return set_defaults(args)
-
-    arguments.set_default_megatron_args = set_default_megatron_args

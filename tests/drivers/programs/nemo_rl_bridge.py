@@ -66,6 +66,9 @@ class AutoBridge:
     def get_conversion_tasks(self, *rest: Any, **more: Any) -> list:
         return []
 
+    def export_hf_weights(self, chunks: Sequence[Any], **rest: Any) -> Any:
+        yield from toy.whole(chunks).items()
+
 
 def of_megatron(find: Callable[[], type]) -> Callable[..., Any]:
     """A dataclass of megatron-core, without the options that the installed release does not have."""

@@ -3,6 +3,7 @@
 No rollout needs a stand-in: both hosts train from recorded rollouts on request.
 """
 
+import argparse
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,10 @@ from typing import Any
 import on_cpu
 import toy
 
-ABSENT = ("sglang", "sglang_router", "megatron.bridge", "torch_memory_saver", "mooncake", "transformer_engine")
+ABSENT = (
+    *("sglang", "sglang_router", "megatron.bridge", "torch_memory_saver", "mooncake", "transformer_engine"),
+    "megatron.training.tokenizer",  # which megatron-core 0.17.1 lacks
+)
 COLUMNS = {  # of a micro-batch, by the recorder's names
     "tokens": "tokens",
     "mask": "loss_masks",
@@ -30,9 +34,17 @@ class RouterArgs:
 
 def prepare(host: str, *, data: str, absent: Sequence[str] = (), contents: Mapping = {}, after: Mapping = {}) -> None:
     """Called before the host is imported. `data` names its module with `DataIterator`."""
-    router = {"sglang_router.launch_router": {"RouterArgs": RouterArgs}}
-    changes = {f"{host}.ray.placement_group": _start_ray, data: _record_samples, **after}
-    on_cpu.prepare([*ABSENT, *absent], router | dict(contents), changes)
+    held = {
+        "sglang_router.launch_router": {"RouterArgs": RouterArgs},
+        "megatron.training.tokenizer.tokenizer": {"_vocab_size_with_padding": lambda size, args: size},
+    }
+    changes = {
+        f"{host}.ray.placement_group": _start_ray,
+        f"{host}.backends.megatron_utils.arguments": _set_older_names,
+        data: _record_samples,
+        **after,
+    }
+    on_cpu.prepare([*ABSENT, *absent], held | dict(contents), changes)
 
 
 def _start_ray(groups: ModuleType) -> None:
@@ -40,6 +52,21 @@ def _start_ray(groups: ModuleType) -> None:
 
     if not ray.is_initialized():
         ray.init(**on_cpu.RAY)
+
+
+def _set_older_names(arguments: ModuleType) -> None:
+    """miles, and slime before August 2026, read arguments that megatron-core 0.17.1 has renamed."""
+    name = next(
+        name for name in ("_set_default_megatron_args", "set_default_megatron_args") if hasattr(arguments, name)
+    )
+    set_defaults = getattr(arguments, name)
+
+    def set_default_megatron_args(args: argparse.Namespace) -> Any:
+        args.enable_gloo_process_groups = True
+        args.use_checkpoint_lr_scheduler = args.override_lr_scheduler = False
+        return set_defaults(args)
+
+    setattr(arguments, name, set_default_megatron_args)
 
 
 def _record_samples(data: ModuleType) -> None:
