@@ -104,12 +104,8 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Tests that wait for launches come last, or first where a process has nothing else to do."""
-    waits = {item.path: False for item in items}
-    for item in items:
-        waits[item.path] |= bool(launches.jobs_of(item))
-    items.sort(key=lambda item: bool(launches.jobs_of(item)))
-    if is_one_of_several(config):
-        items.sort(key=lambda item: not waits[item.path])
+    first = {item.path for item in items if launches.jobs_of(item)} if is_one_of_several(config) else set()
+    items.sort(key=lambda item: (item.path not in first, bool(launches.jobs_of(item))))
 
 
 def pytest_collection_finish(session):

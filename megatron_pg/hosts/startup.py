@@ -1,7 +1,6 @@
 """From a host's options to the loss settings: defaults, rules, inherited flags and the banner."""
 
 import argparse
-import contextlib
 import functools
 import inspect
 import re
@@ -279,9 +278,14 @@ def first_of(version: str, paths: Sequence[str], parameters: Sequence[str]) -> s
     Raises:
         ArgumentError: none of them exists, or its parameters differ, as in `check_signature`.
     """
-    path = paths[-1]
-    for each in paths[:-1]:
-        with contextlib.suppress(ImportError, AttributeError):
-            path = each if attribute(each) else path
+    path = next((path for path in paths[:-1] if _exists(path)), paths[-1])
     check_signature(version, path, parameters)
     return path
+
+
+def _exists(path: str) -> bool:
+    try:
+        attribute(path)
+    except (ImportError, AttributeError):
+        return False
+    return True
