@@ -1,9 +1,9 @@
 """Attention over packed rows without Transformer Engine, with rotary position embeddings.
 
-Megatron's own local attention refuses packed rows, and its rotary embedding of them waits for the device at every
-document of every layer. Here the documents of the row are laid out one per line, padded on the right. The column is then
-the position, torch's causal attention needs no mask, and a padded query still sees the first token: no row of the
-attention is empty, so no gradient is NaN. All other layers only compute the packed tokens.
+Megatron's own local attention refuses packed rows, and its rotary embedding of them waits for the device in every
+layer. Here the documents of the row are laid out one per line, padded on the right. The column is then the position,
+torch's causal attention needs no mask, and a padded query still sees the first token: no row of the attention is empty,
+so no gradient is NaN. All other layers only compute the packed tokens.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A pretrained chat model of the Llama family: from a GGUF file to a folder of transformers, and Megatron's flags for it.
+"""A pretrained model of the Llama family: from a GGUF file to a folder of transformers, and Megatron's flags for it.
 
 python -m chat.pretrained FILE.gguf     # once; makes the folder FILE
 python -m chat.pretrained FOLDER        # prints the flags that describe its model to Megatron

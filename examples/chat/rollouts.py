@@ -133,7 +133,7 @@ def _reply_tokens(engine: Engine, text: str) -> list[int]:
 
 def _gathered(conversations: list[Conversation], count: int, width: int) -> list[Conversation]:
     """All ranks' conversations in the order of their problems, as one table of numbers per rank."""
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    size = torch.distributed.get_world_size()
     table = torch.zeros(-(-count // size), 4 + 3 * width, dtype=torch.float64)
     for row, c in zip(table, conversations, strict=False):
         whole = c.prompt + c.response

@@ -5,7 +5,8 @@
     word_problems  Start with 4. Add 5. Multiply by 3. What is the result? …
     calculator     What is 47 * 38 + 61? with a calculator, which is asked in a turn of its own
 
-The model finds the first right answers of the first two by itself. The other two start from demonstrations (`--imitate`).
+The model finds the first right answers of the first two by itself. The other two start from demonstrations
+(`--imitate`).
 """
 
 import random

@@ -6,8 +6,8 @@ Before every optimizer step the engine receives the trainer's weights (engine.py
 prompt. A program checks them (tasks.py). The trainer computes its own log-probabilities of the packed answers, and the
 engine's are recorded as `rollout_logprobs`. A step is one rollout batch of --global-batch-size answers.
 
-With --imitate the steps imitate demonstrations instead. --export FOLDER writes the trained model for transformers; the next
-run starts from it with MODEL=FOLDER. The run folder has metrics.jsonl, rollouts.jsonl, curves.png, and
+With --imitate the steps imitate demonstrations instead. --export FOLDER writes the trained model for transformers, and
+the next run starts from it with MODEL=FOLDER. The run folder has metrics.jsonl, rollouts.jsonl, curves.png, and
 conversations.txt, the text of every prompt and answer with its reward.
 """
 
@@ -16,6 +16,7 @@ import time
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -209,8 +210,6 @@ def microbatches(samples: list[Sample], args: Namespace) -> list[PackedBatch]:
 
 def with_everyones_logprobs(samples: list[Sample], batches: list[PackedBatch]) -> list[Sample]:
     """All samples of the step with the trainer's log-probabilities, which other ranks have computed for some."""
-    from dataclasses import replace
-
     width = max(sample.response_length for sample in samples)
     mine = {s.rollout_id: s.old_logprobs for batch in batches for s in batch.samples}
     table = torch.zeros(len(samples), width, dtype=torch.float64)

@@ -20,7 +20,7 @@ class Transcript:
         self._file, self._engine = open(path, "a", encoding="utf-8"), engine  # noqa: SIM115, closed with the process
 
     def write(self, samples: list[Sample], step: int) -> None:
-        """The samples of a step, prompt by prompt. Text that is not trained, such as a tool's, is in double brackets."""
+        """The samples of a step, prompt by prompt; what the assistant did not write is in double brackets."""
         for prompt_id, group in groupby(samples, key=lambda sample: sample.prompt_id):
             group = list(group)
             prompt = group[0].tokens[: -group[0].response_length].tolist()

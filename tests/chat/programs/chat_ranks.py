@@ -47,7 +47,7 @@ def config_of(theirs: LlamaConfig, dtype: torch.dtype, tp: int, pp: int) -> Tran
     words = pretrained.megatron_flags(theirs)
     flags = {k: v for k, v in zip(words, [*words[1:], ""], strict=True) if k.startswith("--")}
     number = lambda name: int(flags[f"--{name}"])  # noqa: E731
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=number("num-layers"),
         hidden_size=number("hidden-size"),
         ffn_hidden_size=number("ffn-hidden-size"),
@@ -68,8 +68,9 @@ def config_of(theirs: LlamaConfig, dtype: torch.dtype, tp: int, pp: int) -> Tran
         bias_dropout_fusion=False,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
-        variable_seq_lengths=pp > 1,
     )
+    config.variable_seq_lengths = pp > 1
+    return config
 
 
 def megatrons(theirs: LlamaForCausalLM, dtype: torch.dtype, tp: int, pp: int) -> GPTModel:
@@ -92,7 +93,8 @@ def megatrons(theirs: LlamaForCausalLM, dtype: torch.dtype, tp: int, pp: int) ->
 
 @torch.no_grad()
 def compared(theirs: LlamaForCausalLM, samples: list[Sample], dtype: torch.dtype, tp: int, pp: int) -> dict:
-    """Round trip of the weights, and log-probabilities of packed samples, one of transformers at a time."""
+    """Round trip of the weights, and log-probabilities and logits of both implementations and of float32."""
+    exact = [theirs(sample.tokens[None]).logits[0] for sample in samples]
     theirs = theirs.to(dtype)
     model = megatrons(theirs, dtype, tp, pp)
     before = {name: weight.clone() for name, weight in theirs.named_parameters()}
@@ -101,25 +103,38 @@ def compared(theirs: LlamaForCausalLM, samples: list[Sample], dtype: torch.dtype
     weights.export([model], dict(theirs.named_parameters()))
     changed = sum(not torch.equal(weight, before[name]) for name, weight in theirs.named_parameters())
     (batch,) = with_trainers_logprobs([model], [pack(samples, qkv_format="thd")])
-    gap = 0.0
-    for sample, scored in zip(samples, batch.samples, strict=True):
-        tokens, r = sample.tokens[None], sample.response_length
-        table = theirs(tokens).logits[0, -r - 1 : -1].float().log_softmax(dim=-1)
-        expected = table.gather(1, sample.tokens[-r:, None])[:, 0]
-        gap = max(gap, (expected - scored.old_logprobs).abs().max().item())
-    found = {"tensors": len(before), "changed": changed, "logprobs": gap}
-    if tp == pp == 1:
-        tokens = max((s.tokens for s in samples), key=len)[None]
-        logits = model(tokens, torch.arange(tokens.shape[1])[None], None).float()
-        expected = theirs(tokens).logits.float()
-        found |= {
-            "logits": (logits - expected).abs().max().item(),
-            "mean_logits": (logits - expected).abs().mean().item(),
-            "size": expected.std().item(),
-            "cross_entropy": -expected[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None]).mean().item(),
-            "length": tokens.shape[1],
-        }
+    of_theirs = [theirs(sample.tokens[None]).logits[0].float() for sample in samples]
+    expected, reference = (
+        torch.cat([logprobs_of(logits, sample) for logits, sample in zip(tables, samples, strict=True)])
+        for tables in (of_theirs, exact)
+    )
+    scored = torch.cat([sample.old_logprobs for sample in batch.samples])
+    found = {
+        "tensors": len(before),
+        "changed": changed,
+        "logprobs": differences(scored, expected),
+        "logprobs_of_both": [differences(x, reference)[1] for x in (scored, expected)],
+    }
+    if tp == pp == 1:  # unpacked rows, whose whole logits this rank has
+        tokens = samples[0].tokens[None]
+        logits = model(tokens, torch.arange(tokens.shape[1])[None], None).float()[0]
+        found["logits"] = differences(logits, of_theirs[0])
+        found["logits_of_both"] = [differences(x, exact[0])[1] for x in (logits, of_theirs[0])]
+        found["length"] = tokens.shape[1]
+        found["cross_entropy"] = -logprobs_of(exact[0], samples[0]).mean().item()
     return found
+
+
+def logprobs_of(logits: torch.Tensor, sample: Sample) -> torch.Tensor:
+    """[R] of the response tokens."""
+    r = sample.response_length
+    return logits[-r - 1 : -1].log_softmax(dim=-1).gather(1, sample.tokens[-r:, None])[:, 0]
+
+
+def differences(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
+    """Largest and mean."""
+    gaps = (a - b).abs()
+    return gaps.max().item(), gaps.mean().item()
 
 
 def samples_of(tokens: torch.Tensor) -> list[Sample]:
@@ -147,10 +162,8 @@ def main() -> None:
             theirs, tokenizer = pretrained.read(name, torch.float32)
             tokens = torch.tensor(tokenizer(TEXT.read_text(encoding="utf-8")).input_ids[:200])
         found[str(dtype)] = compared(theirs.eval(), samples_of(tokens), dtype, tp, pp)
-    gathered = [None] * torch.distributed.get_world_size()
     if torch.distributed.get_rank() == 0:
         out.write_text(json.dumps(found))
-    del gathered
     torch.distributed.destroy_process_group()
 
 
