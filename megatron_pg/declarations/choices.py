@@ -7,6 +7,7 @@ MTP_AGGREGATIONS = ("token_mean", "policy")  # weights of multi-token prediction
 HEAD_MODES = ("forward", "recompute", "scaled_exp")  # how the fused head makes its gradient
 AT_ONCE = ("forward", "scaled_exp")  # the modes that make it with the loss
 HEAD_BACKWARDS = ("bf16", "split")  # how it rounds the gradient of the logits
+SOFTCAPS = (1.0, 1000.0)  # bounds of a softcap c: float32 has c tanh(x / c) to 3e-7 c
 SAMPLING_MASK_MISSING = ("error", "mask")  # for a trained token outside its sampling mask
 SAMPLING_MASK_ENTROPIES = ("full", "kept")  # the entropy of a token with a sampling mask
 DOCS_POLICIES = ("exact", "at_least")

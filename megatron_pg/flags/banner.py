@@ -21,12 +21,13 @@ _PACKAGES = ("megatron-pg", "megatron-core", "torch")  # whose versions the bann
 
 def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
     """Rows (name, text) of the effective objective, from arguments that `validate_args` has accepted."""
-    facts = Facts(args)
+    facts, cap = Facts(args), args.pg_logit_softcap
     return [
         *_objective_rows(facts),
         *_aggregation_rows(facts),
         *_term_rows(facts),
         ("temperature", f"softmax(z / {args.pg_temperature:g}), in float32  (--pg-temperature)"),
+        *([] if cap is None else [("softcap", f"z = {cap:g}·tanh(x / {cap:g}) of the logits x  (--pg-logit-softcap)")]),
         (
             "counted over",
             "all micro-batches and data-parallel ranks of one optimizer step; context-parallel copies once",

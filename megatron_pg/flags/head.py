@@ -3,10 +3,10 @@
 import argparse
 from collections.abc import Iterator
 
-from megatron_pg.declarations.choices import AT_ONCE, HEAD_BACKWARDS, HEAD_MODES, IMPLEMENTATIONS
+from megatron_pg.declarations.choices import AT_ONCE, HEAD_BACKWARDS, HEAD_MODES, IMPLEMENTATIONS, SOFTCAPS
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
-from megatron_pg.flags.values import choice
+from megatron_pg.flags.values import choice, number
 
 
 def add_head_arguments(group: argparse._ArgumentGroup) -> None:
@@ -34,6 +34,11 @@ def add_head_arguments(group: argparse._ArgumentGroup) -> None:
         "Default: all columns of Megatron's padded vocabulary."
     )
     group.add_argument("--pg-vocab-size", type=int, metavar="V", help=vocab_size)
+    softcap = (
+        "Softcap C of the logits x, which are C·tanh(x / C) before the temperature, for a model that does not cap them "
+        "itself. Megatron-Bridge's output layers of Gemma 2 and 4 do, which is detected. Default: none."
+    )
+    group.add_argument("--pg-logit-softcap", type=float, metavar="C", help=softcap)
     kernel = (
         "Implementation of log-probabilities and loss. Default: triton on CUDA, torch elsewhere. There is no fallback."
     )
@@ -41,8 +46,11 @@ def add_head_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def head_violations(facts: Facts) -> Violations:
-    """Rules E50 to E52, E55 for sequence-level losses, and E56."""
+    """Rules E24 of the softcap, E50 to E52, E55 for sequence-level losses, and E56."""
     args = facts.args
+    if args.pg_logit_softcap is not None:
+        low, high = SOFTCAPS
+        yield from number("--pg-logit-softcap", args.pg_logit_softcap, low, high, f"between {low:g} and {high:g}")
     yield from _choice_rules(args)
     yield from _vocabulary_rules(args, facts.megatron("padded_vocab_size"))
     backward = args.fp32_lm_head_backward

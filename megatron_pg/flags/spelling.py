@@ -39,6 +39,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "--pg-term": ("loss-term", "further-loss", "extra-loss"),
     "--fp32-lm-head": ("fp32-head", "fp32-logits", "float32-logits"),
     "--pg-fused-head": ("fused-lm-head", "fuse-head", "chunked-head", "fused-logprobs"),
+    "--pg-logit-softcap": ("softcap", "logit-softcapping", "final-logit-softcapping", "logits-soft-cap"),
     "--pg-vocab-size": ("vocab", "true-vocab-size", "unpadded-vocab-size"),
     "--docs-per-step": ("docs", "documents-per-step"),
 }

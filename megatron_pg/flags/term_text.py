@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.declarations.choices import SOFTCAPS
 from megatron_pg.declarations.corrections import KL_ESTIMATORS, OTHER_ESTIMATORS
 from megatron_pg.declarations.declaration import did_you_mean
 from megatron_pg.declarations.loss_terms import AS_POLICY, KINDS, SHORTHANDS, LossTerm
@@ -14,7 +15,7 @@ from megatron_pg.rollouts.fields import POLICY, is_term
 
 KINDS_OF_FLAG = tuple(name for name, kind in KINDS.items() if not kind.is_of_a_correction)
 _MIXTURES = tuple(dict.fromkeys(kind.mixture.option for kind in KINDS.values() if kind.mixture))
-_NUMBERS = ("weight", "divisor", "temperature", "tail_floor", *_MIXTURES)
+_NUMBERS = ("weight", "divisor", "temperature", "tail_floor", "softcap", *_MIXTURES)
 _OPTIONS = (*_NUMBERS, "aggregation", "on", "estimator", "head")
 
 
@@ -113,5 +114,11 @@ def _check_teacher(term: LossTerm) -> None:
         raise ValueError(f"has tail_floor={term.tail_floor:g}, which is not between 0 and 1")
     if term.head is not None and not term.reads_hidden:
         raise ValueError(f"has head={term.head}, and {term.kind} reads no hidden states of a teacher; remove it")
+    low, high = SOFTCAPS
+    if term.softcap is not None and not (term.reads_hidden and (term.softcap == 0 or low <= term.softcap <= high)):
+        raise ValueError(
+            f"has softcap={term.softcap:g}, which a full_* teacher's logits have: between {low:g} and {high:g}, or 0 "
+            "for none"
+        )
     if term.head is not None and not term.head.strip(":"):
         raise ValueError(f"has head={term.head}, which is not PATH or PATH:NAME")

@@ -215,6 +215,9 @@ def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> Iter
     if "sampling_mask" not in carried and reads_masks:
         flags = "--pg-sampling-mask-missing and --pg-sampling-mask-entropy"
         yield f"{flags} are of samples with a sampling mask, which the host's batches do not have; remove them"
+    if args.pg_logit_softcap is not None:
+        capped = f"--pg-logit-softcap {args.pg_logit_softcap} caps logits in the loss alone"
+        yield f"{capped}, and not those of the host's old log-probabilities; use a model that caps its logits"
     if args.pg_dry_run:
         yield "--pg-dry-run ends Megatron's pretrain() before it builds the model, which the host builds; remove it"
     if "old_entropies" not in carried and Facts(args).selected_correction.name == "top_entropy":

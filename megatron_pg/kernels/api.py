@@ -31,6 +31,7 @@ def grpo_loss(
     clip_eps_high: float,
     temperature: float = 1.0,
     vocab_size: int | None = None,
+    softcap: float | None = None,
     grad_divisor: float = 1.0,
     grad_scale: float = 1.0,
     tp_group: ProcessGroup | None = None,
@@ -58,6 +59,7 @@ def grpo_loss(
         clip_eps_high: distance of the upper clip bound from 1.
         temperature: tau of softmax(z / tau).
         vocab_size: columns of all tensor-parallel ranks beyond it are padding without probability. Default: none.
+        softcap: c of softmax(c tanh(z / c) / tau), for logits that the model has not capped. Default: none.
         grad_divisor: the gradient, not the loss, is divided by it.
         grad_scale: the expected upstream gradient. It changes no result; another one may cost a pass over the gradient.
         tp_group: tensor-parallel group; every rank of it must call with the same T.
@@ -74,7 +76,9 @@ def grpo_loss(
     policy_loss = clipped_surrogate(
         fields, clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, grad_divisor=grad_divisor
     )
-    vocabulary = Vocabulary.of(logits.shape[1], temperature=temperature, vocab_size=vocab_size, tp_group=tp_group)
+    vocabulary = Vocabulary.of(
+        logits.shape[1], temperature=temperature, vocab_size=vocab_size, softcap=softcap, tp_group=tp_group
+    )
     check_labels(targets, mask, vocabulary)
     return policy_gradient_loss(
         logits, policy_loss, vocabulary, grad_scale=grad_scale, entropy=entropy, inplace=inplace, impl=impl

@@ -33,11 +33,11 @@ def statistics(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tenso
 
     U = sum (z/tau - m) e^(z/tau - m)
     """
-    scaled = compute_dtype(logits) / vocabulary.temperature
+    z = scaled(logits, vocabulary)
     local, owned = vocabulary.owned(targets)
     # where, not a product: a NaN of another rank's target must not enter here
-    target = torch.where(owned, scaled.gather(1, local[:, None])[:, 0], 0)
-    return torch.cat([moments(scaled), target[:, None]], dim=1)
+    target = torch.where(owned, z.gather(1, local[:, None])[:, 0], 0)
+    return torch.cat([moments(z), target[:, None]], dim=1)
 
 
 def moments(scaled: Tensor) -> Tensor:
@@ -73,17 +73,22 @@ def gradient(
 
         dz_j = (a (delta_j - p_j) - e p_j (log p_j + H)) / tau
 
-    with a and e the upstream gradients of log-probability and entropy.
+    with a and e the upstream gradients of log-probability and entropy; with a softcap times `through_cap`.
     """
     local, owned = vocabulary.owned(targets)
     grad_logprobs = vocabulary.defined(grad_logprobs, targets)  # where the log-probability is NaN, so is the gradient
-    shifted = compute_dtype(logits) / vocabulary.temperature - rows.peaks[:, None]
+    shifted = scaled(logits, vocabulary) - rows.peaks[:, None]
     grad = shifted.exp().div_(rows.totals[:, None])
     # log p_j + H, kept finite where p_j is 0; in place: tables are large
     bend = shifted.sub_((rows.totals.log() - rows.entropy)[:, None]).clamp_(min=FLOOR)
     grad.mul_(torch.sub(-grad_logprobs[:, None], bend.mul_(grad_entropy[:, None]), out=bend))
     at_target = grad.gather(1, local[:, None]) + torch.where(owned, grad_logprobs, 0)[:, None]
-    return grad.scatter_(1, local[:, None], at_target).div_(vocabulary.temperature)
+    return vocabulary.through_cap(grad.scatter_(1, local[:, None], at_target).div_(vocabulary.temperature), logits)
+
+
+def scaled(logits: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """[T, V / tp] z / tau in the compute dtype, of capped logits."""
+    return vocabulary.capped(compute_dtype(logits)) / vocabulary.temperature
 
 
 def compute_dtype(logits: Tensor) -> Tensor:

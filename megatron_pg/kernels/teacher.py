@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron_pg.kernels import logprobs
-from megatron_pg.kernels.logprobs import RowStatistics, compute_dtype, moments
+from megatron_pg.kernels.logprobs import RowStatistics, compute_dtype, moments, scaled
 from megatron_pg.kernels.readers import Reader, Slopes, filled
 from megatron_pg.kernels.vocabulary import Vocabulary
 
@@ -60,7 +60,7 @@ class TeacherLogits(Protocol):
     form: Form
 
     def of(self, chunk: slice, student: Tensor) -> Tensor:
-        """[c, V / tp] of a chunk of rows, in the dtype of the student's logits, with padding hidden."""
+        """[c, V / tp] of a chunk of rows, in the dtype of the student's logits, capped and with padding hidden."""
 
 
 class TeacherReader(Reader[TeacherRowStatistics]):
@@ -75,10 +75,10 @@ class TeacherReader(Reader[TeacherRowStatistics]):
     @override
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
         """[c, 7]."""
-        student, teacher = self._pair(z, chunk)
-        own = logprobs.statistics(student, self._targets[chunk], self._vocabulary)
-        others = moments(compute_dtype(teacher) / self._vocabulary.temperature)[:, :2]
-        x, u = _shifted(student, own[:, 0], self._vocabulary), _shifted(teacher, others[:, 0], self._vocabulary)
+        student, teacher = self._scaled(*self._pair(z, chunk))
+        own = logprobs.statistics(z, self._targets[chunk], self._vocabulary)
+        others = moments(teacher)[:, :2]
+        x, u = student - own[:, :1], teacher - others[:, :1]
         if self._form.name == "forward_kl":
             cross = _times(u.exp(), u - x).sum(dim=1)
         elif self._form.name == "reverse_kl":
@@ -101,7 +101,7 @@ class TeacherReader(Reader[TeacherRowStatistics]):
     def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: TeacherRowStatistics, slopes: Slopes) -> None:
         student, teacher = self._pair(z, chunk)
         by_logprob, by_entropy, by_divergence = filled(slopes, rows)
-        log_q, log_p, log_m = _logs(student, teacher, rows, self._form, self._vocabulary)
+        log_q, log_p, log_m = _logs(*self._scaled(student, teacher), rows, self._form)
         q = log_q.exp()
         if self._form.name == "forward_kl":
             pulled = -log_p.exp()
@@ -112,7 +112,7 @@ class TeacherReader(Reader[TeacherRowStatistics]):
         of_divergence = by_divergence[:, None] * (pulled - q * rows.centers[:, None]) / self._vocabulary.temperature
         plain = RowStatistics(*rows[:4])
         own = logprobs.gradient(student, self._targets[chunk], plain, by_logprob, by_entropy, self._vocabulary)
-        out.copy_(own + of_divergence)
+        out.copy_(own + self._vocabulary.through_cap(of_divergence, student))
 
     def _combine(self, shares: Tensor, targets: Tensor) -> TeacherRowStatistics:
         """Both distributions, in rank order; of a jsd the divergence is not known yet."""
@@ -134,7 +134,7 @@ class TeacherReader(Reader[TeacherRowStatistics]):
 
     def _mixture_sums(self, student: Tensor, teacher: Tensor, rows: TeacherRowStatistics) -> Tensor:
         """[c, 2] of this rank's columns: the jsd and Σ q f."""
-        log_q, log_p, log_m = _logs(student, teacher, rows, self._form, self._vocabulary)
+        log_q, log_p, log_m = _logs(*self._scaled(student, teacher), rows, self._form)
         of_teacher, of_student = self._form.shares
         of_q = of_student * _times(log_q.exp(), log_q - log_m).sum(dim=1)
         return torch.stack([of_teacher * _times(log_p.exp(), log_p - log_m).sum(dim=1) + of_q, of_q], dim=1)
@@ -143,17 +143,15 @@ class TeacherReader(Reader[TeacherRowStatistics]):
         z = self._vocabulary.hide_padding(z)
         return z, self._teacher.of(chunk, z)
 
+    def _scaled(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+        """Both over τ; the teacher's logits come capped."""
+        return scaled(student, self._vocabulary), compute_dtype(teacher) / self._vocabulary.temperature
 
-def _shifted(logits: Tensor, peaks: Tensor, vocabulary: Vocabulary) -> Tensor:
-    return compute_dtype(logits) / vocabulary.temperature - peaks[:, None]
 
-
-def _logs(
-    student: Tensor, teacher: Tensor, rows: TeacherRowStatistics, form: Form, vocabulary: Vocabulary
-) -> tuple[Tensor, Tensor, Tensor]:
-    """log q, log p, and log m of a jsd (else log q)."""
-    log_q = _shifted(student, rows.peaks, vocabulary) - rows.totals.log()[:, None]
-    log_p = _shifted(teacher, rows.teacher_peaks, vocabulary) - rows.teacher_totals.log()[:, None]
+def _logs(student: Tensor, teacher: Tensor, rows: TeacherRowStatistics, form: Form) -> tuple[Tensor, Tensor, Tensor]:
+    """log q, log p, and log m of a jsd (else log q), from logits over τ."""
+    log_q = student - rows.peaks[:, None] - rows.totals.log()[:, None]
+    log_p = teacher - rows.teacher_peaks[:, None] - rows.teacher_totals.log()[:, None]
     if form.share is None:
         return log_q, log_p, log_q
     return log_q, log_p, torch.logaddexp(log_p + math.log(form.share), log_q + math.log1p(-form.share))

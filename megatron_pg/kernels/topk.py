@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_pg.kernels.logprobs import FLOOR, compute_dtype, moments
+from megatron_pg.kernels.logprobs import FLOOR, moments, scaled
 from megatron_pg.kernels.readers import Reader, Slopes, filled
 from megatron_pg.kernels.vocabulary import Vocabulary
 
@@ -82,10 +82,10 @@ class TopKReader(Reader[TopKRowStatistics]):
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
         """[c, 4 + K]: m, S, U of `logprobs` without the ids, then z/tau of target and ids, 0 if not owned."""
         z, targets, ids = self._vocabulary.hide_padding(z), self._targets[chunk], self._ids[chunk]
-        scaled = compute_dtype(z) / self._vocabulary.temperature
+        x = scaled(z, self._vocabulary)
         local, owned = self._vocabulary.owned(torch.cat([targets[:, None], ids], dim=1))
-        named = torch.where(owned, scaled.gather(1, local), 0)
-        return torch.cat([moments(_with(scaled, ids, -torch.inf, self._vocabulary)), named], dim=1)
+        named = torch.where(owned, x.gather(1, local), 0)
+        return torch.cat([moments(_with(x, ids, -torch.inf, self._vocabulary)), named], dim=1)
 
     @override
     def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> TopKRowStatistics:
@@ -94,14 +94,14 @@ class TopKReader(Reader[TopKRowStatistics]):
     @override
     def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: TopKRowStatistics, slopes: Slopes) -> None:
         z, targets, ids = self._vocabulary.hide_padding(z), self._targets[chunk], self._ids[chunk]
-        shifted = compute_dtype(z) / self._vocabulary.temperature - rows.tail_peaks[:, None]
+        shifted = scaled(z, self._vocabulary) - rows.tail_peaks[:, None]
         shifted = _with(shifted, ids, -torch.inf, self._vocabulary)
         factors = coefficients(targets, ids, rows, filled(slopes, rows), self._vocabulary)
         outside, by_x, named, at_target = (values.to(shifted.dtype) for values in factors)
         grad = shifted.exp() * (outside[:, None] + by_x[:, None] * shifted.clamp(min=FLOOR))
         local, owned = self._vocabulary.owned(targets)
         grad.scatter_add_(1, local[:, None], torch.where(owned, at_target, 0)[:, None])
-        out.copy_(_with(grad, ids, named, self._vocabulary))
+        out.copy_(self._vocabulary.through_cap(_with(grad, ids, named, self._vocabulary), z))
 
 
 def combine(shares: Tensor, targets: Tensor, ids: Tensor, vocabulary: Vocabulary) -> TopKRowStatistics:

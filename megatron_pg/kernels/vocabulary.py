@@ -1,5 +1,6 @@
 """The columns of the logits: which of them this tensor-parallel rank holds, and which are padding."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,12 +10,17 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vocabulary:
-    """Turns rows of logits [T, columns] into distributions: softmax(z / tau) over the columns that are not padding."""
+    """Turns rows of logits [T, columns] into distributions: softmax(z / tau) over the columns that are not padding.
+
+    With a softcap c, z = c tanh(x / c) of the logits x. A logit of -inf stays one, because it has no probability.
+    Source: Gemma 2, arXiv 2408.00118.
+    """
 
     columns: int  # of this rank, the same on every rank
     size: int  # columns of all ranks that are not padding
     temperature: float = 1.0  # tau
     tp_group: ProcessGroup | None = None  # whose ranks share the columns, in rank order; None: they are whole
+    softcap: float | None = None  # c; None: z = x
 
     @classmethod
     def of(
@@ -24,15 +30,20 @@ class Vocabulary:
         temperature: float = 1.0,
         vocab_size: int | None = None,
         tp_group: ProcessGroup | None = None,
+        softcap: float | None = None,
     ) -> "Vocabulary":
         """The vocabulary of rows of `columns` on this rank; `vocab_size` None: there is no padding.
 
         Raises:
-            ValueError: there is no column, the temperature is not > 0, or the size is not among the columns.
+            ValueError: there is no column, temperature or softcap is not > 0, or the size is not among the columns.
         """
         if not temperature > 0:
             raise ValueError(
                 f"temperature={temperature} is not > 0, so the distribution is undefined. Use the rollouts'."
+            )
+        if softcap is not None and not 0 < softcap < math.inf:
+            raise ValueError(
+                f"softcap={softcap} is not finite and > 0, so no logits can be capped. Use None for logits without one."
             )
         if columns < 1:
             raise ValueError(
@@ -45,7 +56,7 @@ class Vocabulary:
                 f"vocab_size={vocab_size} is not in 1 .. {whole}, the columns of all tensor-parallel ranks. Give the "
                 "tokenizer's size."
             )
-        return cls(columns, whole if vocab_size is None else vocab_size, temperature, tp_group)
+        return cls(columns, whole if vocab_size is None else vocab_size, temperature, tp_group, softcap)
 
     @property
     def ranks(self) -> int:
@@ -77,6 +88,18 @@ class Vocabulary:
         if self.valid < self.columns:
             logits[:, self.valid :] = -torch.inf
         return logits
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """z of logits x in the compute dtype."""
+        if self.softcap is None:
+            return logits
+        return torch.where(logits == -torch.inf, logits, self.softcap * torch.tanh(logits / self.softcap))
+
+    def through_cap(self, gradient: Tensor, logits: Tensor) -> Tensor:
+        """The gradient by x from the gradient by z: times dz/dx = 1 - (z / c)² = 1 / cosh²(x / c)."""
+        if self.softcap is None:
+            return gradient
+        return gradient * torch.cosh(logits.to(gradient.dtype) / self.softcap).pow(-2)
 
     def gather(self, shares: Tensor) -> Tensor:
         """[tp, T, 4] from every rank's contiguous [T, 4], in rank order."""

@@ -80,6 +80,7 @@ def logprobs_and_entropy(  # noqa: D417
     rows: Tensor | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
+    softcap: float | None = None,
     backward: str = "bf16",
     tp_group: ProcessGroup | None = None,
     sequence_parallel: bool = False,
@@ -97,7 +98,7 @@ def logprobs_and_entropy(  # noqa: D417
         hidden: [..., H] as in `fp32_logits`, T rows in all once gathered, like every argument that is not named here.
         targets: [T] int64 global ids; one outside the vocabulary gives NaN.
         rows: [n] int64, increasing: the rows that are wanted. Default: all.
-        temperature: as in `kernels.grpo_loss`, like `vocab_size`.
+        temperature: as in `kernels.grpo_loss`, like `vocab_size` and `softcap`.
         tp_group: tensor-parallel group; every rank of it must call with the same rows.
         impl: as in `Head`.
         restriction: of the T rows, to what could be sampled; None: the distributions are over the whole vocabulary.
@@ -109,7 +110,9 @@ def logprobs_and_entropy(  # noqa: D417
     check_head(hidden, weight)
     if impl == "triton":
         check_for_triton(weight)
-    vocabulary = Vocabulary.of(len(weight), temperature=temperature, vocab_size=vocab_size, tp_group=tp_group)
+    vocabulary = Vocabulary.of(
+        len(weight), temperature=temperature, vocab_size=vocab_size, softcap=softcap, tp_group=tp_group
+    )
     hidden = enter(hidden, tp_group, sequence_parallel).flatten(0, -2)
     check_targets(hidden, targets)
     check_restriction(restriction, targets)

@@ -36,6 +36,7 @@ def grpo_head_loss(  # noqa: D417
     clip_eps_high: float,
     temperature: float = 1.0,
     vocab_size: int | None = None,
+    softcap: float | None = None,
     grad_divisor: float = 1.0,
     grad_scale: float = 1.0,
     tp_group: ProcessGroup | None = None,
@@ -67,7 +68,9 @@ def grpo_head_loss(  # noqa: D417
     policy_loss = clipped_surrogate(
         token_fields, clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, grad_divisor=grad_divisor
     )
-    vocabulary = Vocabulary.of(len(weight), temperature=temperature, vocab_size=vocab_size, tp_group=tp_group)
+    vocabulary = Vocabulary.of(
+        len(weight), temperature=temperature, vocab_size=vocab_size, softcap=softcap, tp_group=tp_group
+    )
     check_labels(targets, mask, vocabulary)
     return policy_gradient_head_loss(
         hidden, weight, policy_loss, vocabulary, Head(**head), rows=rows, grad_scale=grad_scale, entropy=entropy

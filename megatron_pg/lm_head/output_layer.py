@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from megatron_pg.lm_head import fp32_logits
 
 _MEGATRONS = "megatron.core.tensor_parallel.layers", "ColumnParallelLinear"
+_BRIDGE = "megatron.bridge.models.", ("Gemma2OutputLayer.forward", "Gemma4OutputLayer.forward")  # cap the logits
 _STAND_INS = 0.0, 2.0**14  # exact in every dtype; a scale, a bias or a cap changes at least one of them
 
 
@@ -25,6 +26,7 @@ class HeadCall(NamedTuple):
     weight: nn.Parameter  # [V / tp, H]
     tp_group: ProcessGroup | None
     sequence_parallel: bool
+    softcap: float | None = None  # that the layer's forward applies to what it returns
     is_changed: Tensor | bool = False  # [] whether code after the layer changed what it returned, now or before
 
     @property
@@ -56,8 +58,11 @@ def compute_in_float32(layer: Any, *, backward: str) -> Callable[[], bool]:
     def forward_impl(**arguments: Any) -> Tensor:
         nonlocal has_run
         has_run = True
-        hidden, weight, group, sequence_parallel, _ = _call(arguments)
-        return fp32_logits(hidden, weight, backward=backward, tp_group=group, sequence_parallel=sequence_parallel)
+        call = _call(arguments)
+        group, sequence_parallel = call.tp_group, call.sequence_parallel
+        return fp32_logits(
+            call.hidden, call.weight, backward=backward, tp_group=group, sequence_parallel=sequence_parallel
+        )
 
     def take_run() -> bool:
         nonlocal has_run
@@ -88,7 +93,7 @@ class DeferredHead:
         def forward_impl(**arguments: Any) -> Tensor:
             if not is_wanted():
                 return make_logits(**arguments)
-            self._call = _call(arguments)
+            self._call = _call(arguments)._replace(softcap=softcap_of(layer))
             self._stand_in = self._call.stand_in
             return self._stand_in
 
@@ -105,9 +110,37 @@ class DeferredHead:
         if call is None:
             return None
         if returned is not stand_in:
-            is_new = returned.shape[-1] != 2 or (returned != _stand_ins(returned)).any()
+            expected = _stand_ins(call.hidden)  # of the layer's dtype, in which it caps them
+            expected = expected if call.softcap is None else call.softcap * torch.tanh(expected / call.softcap)
+            is_new = returned.shape[-1] != 2 or (returned != expected.to(returned)).any()
             self._is_changed = self._is_changed | is_new
         return call._replace(is_changed=self._is_changed)
+
+
+def softcap_of(layer: Any) -> float | None:
+    """The softcap that the layer's own forward applies after Megatron's; None: no softcap, or an unknown forward."""
+    forwards = [vars(kind)["forward"] for kind in type(layer).__mro__ if "forward" in vars(kind)]
+    known, (module, names) = getattr(layer.forward, "__func__", None), _BRIDGE
+    is_bridges = known is forwards[0] and known.__module__.startswith(module) and known.__qualname__ in names
+    if not (is_bridges and _is_megatrons(forwards[1], "forward")):
+        return None
+    return getattr(layer.config, "final_logit_softcapping", None) or None
+
+
+def check_softcap(layer: Any, softcap: float | None) -> None:
+    """Refuse --pg-logit-softcap for logits that the output layer caps, or may cap; every rank must report it.
+
+    Raises:
+        ValueError: the loss would cap them a second time.
+    """
+    if softcap is None or _is_megatrons(layer.forward, "forward"):
+        return
+    own, name = softcap_of(layer), f"{type(layer).__module__}.{type(layer).__qualname__}"
+    what = "may change logits" if own is None else f"caps logits at {own:g}"
+    raise ValueError(
+        f"--pg-logit-softcap {softcap:g} is for logits that the model has not capped, and the forward of its output "
+        f"layer {name} {what}. Remove the flag, or build the model with Megatron's ColumnParallelLinear."
+    )
 
 
 def _replace_product(layer: Any, forward_impl: Any) -> None:
@@ -139,10 +172,11 @@ def check_layer(layer: Any, *, is_fused: bool) -> None:
             f"--fp32-lm-head and --pg-fused-head replace the product of the output layer, and {name} has its own "
             "_forward_impl. Remove the flag, or build the model with Megatron's ColumnParallelLinear."
         )
-    if is_fused and not _is_megatrons(layer.forward, "forward"):
+    if is_fused and not (_is_megatrons(layer.forward, "forward") or softcap_of(layer)):
         raise ValueError(
-            f"--pg-fused-head computes the product of the output layer and nothing else, and {name} has its own "
-            "forward, for example a softcap of the logits. Remove --pg-fused-head; --fp32-lm-head keeps that forward."
+            f"--pg-fused-head computes the product of the output layer and a known softcap, and {name} has its own "
+            "forward. Remove --pg-fused-head; --fp32-lm-head keeps that forward. If it only caps the logits, build the "
+            "model with Megatron's ColumnParallelLinear and give --pg-logit-softcap."
         )
     names = ("bias", "grad_output_buffer", "sequence_parallel", "allreduce_dgrad", "tp_group")
     _call({"input": None, "weight": None} | {name: getattr(layer, name) for name in names})

@@ -19,6 +19,7 @@ class Teacher:
     slots: Tensor  # [n] int64, rows of `states`
     states: Tensor  # [m, H_T], of the weight's dtype
     weight: Tensor  # [V / tp, H_T]
+    softcap: float | None = None  # of its logits
 
     def at(self, rows: Tensor) -> "Teacher":
         """Select rows."""
@@ -39,9 +40,10 @@ def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor |
             "teacher_weight is missing, and a loss term reads the teacher's whole vocabulary. Give the rows of its "
             "head [V / tp, H_T]."
         )
-    if len({(term.kind, term.mixture) for term in policy_loss.terms.further if term.reads_hidden}) > 1:
+    if len({(term.kind, term.mixture, term.softcap) for term in policy_loss.terms.further if term.reads_hidden}) > 1:
         raise ValueError(
-            "two divergences from a teacher's hidden states are in the loss, and a row's logits are read for one. "
+            "two divergences from a teacher's hidden states are in the loss, and a row's logits are read for one, with "
+            "one softcap. "
             "Leave out one of them."
         )
     if known.states.dim() != 2:
@@ -57,7 +59,8 @@ def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor |
             "teacher's hidden states. Give its rows for the student's columns, in its dtype."
         )
     states = known.states.to(weight.device, non_blocking=True).to(weight.dtype)
-    return Teacher(form=form, slots=known.slots, states=states, weight=teacher_weight)
+    cap = next(term.softcap for term in policy_loss.terms.further if term.reads_hidden)
+    return Teacher(form=form, slots=known.slots, states=states, weight=teacher_weight, softcap=cap or None)
 
 
 class TeacherLogits:
@@ -81,5 +84,7 @@ class TeacherLogits:
         out = self._buffers[-1][: len(student)]
         states = self._teacher.states.index_select(0, self._teacher.slots[chunk])
         product_into(states, self._teacher.weight.t(), out)
+        if (cap := self._teacher.softcap) is not None:
+            out.div_(cap).tanh_().mul_(cap)
         self._known[chunk.start] = self._vocabulary.hide_padding(out)
         return out

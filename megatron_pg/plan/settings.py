@@ -41,6 +41,7 @@ class LossSettings:
     sampling_mask_missing: str = "error"  # how a trained token outside its sample's sampling mask is treated
     temperature: float
     vocab_size: int | None = None  # columns beyond it are padding
+    softcap: float | None = None  # of logits that the output layer has not capped
     impl: str  # of log-probabilities and loss
     float32_logits: bool = False
     head_mode: str | None = None  # of the fused head; None: the model computes logits
@@ -86,6 +87,7 @@ class LossSettings:
             sampling_mask_missing=args.pg_sampling_mask_missing,
             temperature=args.pg_temperature,
             vocab_size=args.pg_vocab_size,
+            softcap=args.pg_logit_softcap,
             float32_logits=args.fp32_lm_head,
             head_mode=args.pg_fused_head,
             head_backward=args.fp32_lm_head_backward or "bf16",

@@ -131,8 +131,8 @@ def _raise_changed(checks: list[list[float]]) -> None:
     if bad := [rank for rank, row in enumerate(checks) if row[3] > 0]:
         raise ScheduleError(
             "--pg-fused-head takes the hidden states of the output layer, and the model changes the layer's output "
-            f"before the loss (rank {bad[0]}, {len(bad)} ranks): a softcap, a scale or a forward hook, which the fused "
-            "head leaves out. Remove --pg-fused-head; --fp32-lm-head supports it."
+            f"before the loss (rank {bad[0]}, {len(bad)} ranks): an unknown softcap, a scale or a forward hook, which "
+            "the fused head leaves out. Remove --pg-fused-head; --fp32-lm-head supports it."
         )
 
 

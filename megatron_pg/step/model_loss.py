@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch
-from megatron_pg.lm_head.output_layer import DeferredHead, check_layer, compute_in_float32
+from megatron_pg.lm_head.output_layer import DeferredHead, check_layer, check_softcap, compute_in_float32, softcap_of
 from megatron_pg.lm_head.teacher_file import TeacherHead
 from megatron_pg.plan.errors import ScheduleError
 from megatron_pg.plan.plan import StepPlan
@@ -38,7 +38,8 @@ class ModelLoss:
 
     def __init__(self, settings: LossSettings):
         self._settings = settings
-        self._float32_layer: nn.Module | None = None  # the output layer with our head
+        self._layer: nn.Module | None = None  # the output layer, on the stage that has it
+        self._float32_layer: nn.Module | None = None  # the same with our head
         self._take_run: Callable[[], bool] = lambda: True  # whether our head made the latest logits
         self._teacher_weight: Tensor | None = None  # [V / tp, H_T] this rank's rows
         self._plan: StepPlan  # of the step in progress, from `begin` on
@@ -58,6 +59,7 @@ class ModelLoss:
                 "replace; return a megatron.core GPTModel or HybridModel, not yet wrapped"
             )
         self.is_attached = True
+        self._layer = getattr(model, "output_layer", self._layer)
         if self._settings.float32_logits or self._settings.head_mode:  # logits for sampling have the loss's precision
             self._float32_layer = model.output_layer
             self._take_run = compute_in_float32(model.output_layer, backward=self._settings.head_backward)
@@ -86,10 +88,18 @@ class ModelLoss:
             model._postprocess = _postprocess
 
     def check_layer(self, device: torch.device) -> None:
-        """Check before the step that the float32 head can replace the output layer; read the teacher's head, once."""
+        """Check before the step that softcap and heads fit the output layer; read the teacher's head, once."""
+        if self._layer is not None:
+            check_softcap(self._layer, self._settings.softcap)
         if self._float32_layer is None:
             return
         check_layer(self._float32_layer, is_fused=self._settings.head_mode is not None)
+        for term in self._settings.terms.further if (cap := softcap_of(self._float32_layer)) else ():
+            if term.reads_hidden and term.softcap is None:
+                raise ValueError(
+                    f"{term.flag} does not say whether the teacher's logits have a softcap, and the model's output "
+                    f"layer caps its logits at {cap:g}. Add softcap=…, or softcap=0 if they have none."
+                )
         if (head := self._settings.teacher_head) is not None and self._teacher_weight is None:
             self._teacher_weight = _teacher_weight(self._float32_layer, head, self._settings.vocab_size, device)
 

@@ -10,6 +10,7 @@ Source: Better & Faster Large Language Models via Multi-token Prediction, arXiv 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,12 +18,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch.slicing import DepthFields
-from megatron_pg.kernels import CrossEntropy, Vocabulary, cross_entropy
+from megatron_pg.kernels import CrossEntropy, cross_entropy
 from megatron_pg.lm_head import head_cross_entropy
 from megatron_pg.lm_head.output_layer import HeadCall
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.plan.settings import LossSettings
-from megatron_pg.step.loss import head_of
+from megatron_pg.step.loss import head_of, vocabulary_of
 
 
 class DepthLoss(NamedTuple):
@@ -38,13 +39,13 @@ def depth_loss(logits: Tensor, depth: DepthFields, settings: LossSettings, tp_gr
 
     Its distribution is softmax(z) at every temperature of the rollouts.
     """
-    vocabulary = Vocabulary.of(logits.shape[1], vocab_size=settings.vocab_size, tp_group=tp_group)
+    vocabulary = replace(vocabulary_of(logits.shape[1], settings, tp_group), temperature=1.0)
     return _weighted(cross_entropy(logits, depth.targets, depth.trained, vocabulary, impl=settings.impl), depth)
 
 
 def depth_head_loss(call: HeadCall, depth: DepthFields, settings: LossSettings) -> DepthLoss:
     """One depth by the fused head, from a call of the output layer; the backward recomputes the logits."""
-    vocabulary = Vocabulary.of(len(call.weight), vocab_size=settings.vocab_size, tp_group=call.tp_group)
+    vocabulary = replace(vocabulary_of(len(call.weight), settings, call.tp_group, call.softcap), temperature=1.0)
     targets, rows, head = depth.targets, depth.trained, head_of(call, settings)
     return _weighted(head_cross_entropy(call.hidden, call.weight, targets, rows, vocabulary, head), depth)
 

@@ -27,6 +27,7 @@ PATTERNS = {  # of machine code
     "tile_loads": r"\bUTMALDG\b",
     "tile_stores": r"\bUTMASTG\b",
 }
+CAP = 30.0  # softcap of the builds that have one
 STRIDES = ("stride", "logits_stride", "gradients_stride", "student_stride", "teacher_stride", "gradient_stride")
 TYPES = (  # of arguments by name; any other is a pointer to float32
     dict.fromkeys(("targets", "starts", "counts", "order", "lengths"), "*i64")
@@ -107,6 +108,11 @@ def disassembled(cubin: bytes) -> tuple[str, str]:
         )
 
 
+def capped(cap: float | None) -> str:
+    """The end of a build's name."""
+    return "" if cap is None else " softcap"
+
+
 def single_pass() -> Iterator[Build]:
     """Plain, and with the longest token kernel, a KL term and the bonus, at every shape of a row."""
     import torch
@@ -114,25 +120,29 @@ def single_pass() -> Iterator[Build]:
     from megatron_pg.kernels.triton import single_pass as by
     from megatron_pg.kernels.triton import token_kernels
     from megatron_pg.kernels.triton.single_pass_kernel import single_pass_kernel
+    from megatron_pg.kernels.triton.tiles import Kind
 
     sizes = [(2048, "bf16"), (151936, "bf16"), (19008, "bf16"), (151936, "fp32")]
     sizes += [(columns, "bf16") for columns in (9008, 37984, 40960, 76800, 81920, 128256, 188416, 262144)]
     sizes += [(columns, "fp32") for columns in (38912, 60000, 94208)]
-    for (columns, dtype), loss in itertools.product(sizes, ("grpo", "dppo_kl+k3_weighted")):
+    shapes = [*itertools.product(sizes, ("grpo", "dppo_kl+k3_weighted"), (None,))]
+    shapes += [(size, "grpo", CAP) for size in (*sizes[:4], (256000, "bf16"))]
+    for (columns, dtype), loss, cap in shapes:
         shape = by.Shape.of_row(columns, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype].itemsize)
         objective, _, estimator = loss.partition("+")
         kernels = {"TOKEN_KERNEL": getattr(token_kernels, objective), "KL": getattr(token_kernels, estimator, None)}
         yield Build(
-            f"single_pass {columns} {dtype} {loss}",
+            f"single_pass {columns} {dtype} {loss}{capped(cap)}",
             single_pass_kernel,
-            kernels | {"BONUS": bool(estimator), "ENTROPY": True, "ROW": shape.tiling},
+            kernels
+            | {"BONUS": bool(estimator), "ENTROPY": True, "ROW": shape.tiling, "KIND": Kind(dtype == "bf16", cap)},
             shape.options,
             {"logits": f"*{dtype}", "gradients": f"*{dtype}", "fields": _fields()},
             threads=shape.tiling.threads * shape.programs,
             programs=shape.programs,
             least={"wide_stores": 1, "wide_copies": 1},
             is_gluon=True,
-            is_default=columns == 2048 and bool(estimator),
+            is_default=columns == 2048 and (bool(estimator) or cap is not None),
         )
 
 
@@ -168,19 +178,20 @@ def rows() -> Iterator[Build]:
     import torch
 
     from megatron_pg.kernels.triton import vocab_parallel as by
+    from megatron_pg.kernels.triton.tiles import Kind
 
     made = dict.fromkeys(("totals", "entropies", "by_logprobs", "by_entropies", "grad_loss"))
     upstream = [{"factors": None} | dict.fromkeys(n) for n in ((), ("by_entropies",), ("grad_loss",))]
     upstream += [{"factors": None, "by_entropies": None, "grad_loss": None}, made]
-    for dtype, shifted in itertools.product(("bf16", "fp32"), (False, True)):
+    for dtype, shifted, cap in itertools.product(("bf16", "fp32"), (False, True), (None, CAP)):
         logits = torch.empty(0, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
         variants = [(by.statistics_kernel, by.READ.options(logits) | {"WHOLE": whole}) for whole in (False, True)]
         variants += [(by.gradient_kernel, by.WRITE.options(logits) | absent) for absent in upstream]
         for number, (kernel, launched) in enumerate(variants):
-            launched |= {"SHIFTED": shifted}
+            launched |= {"SHIFTED": shifted, "KIND": Kind(cap=cap)}
             constants = {name: launched.pop(name) for name in kernel.arg_names if name in launched}
             yield Build(
-                f"rows {kernel.__name__} {number} {dtype} {'shifted' if shifted else 'even'}",
+                f"rows {kernel.__name__} {number} {dtype} {'shifted' if shifted else 'even'}{capped(cap)}",
                 kernel,
                 constants,
                 launched,
@@ -205,10 +216,13 @@ def teacher() -> Iterator[Build]:
         variants.append((form, by.combine_kernel, {"FORM": form, "BLOCK": by.COMBINE_ROWS}, "fp32", 1024))
         written = by.WRITE.options(logits) | shares | {"FORM": form}
         variants += [(form, by.gradient_kernel, dict(written), dtype, 640) for dtype in ("bf16", "fp32")]
-    for form, kernel, launched, dtype, threads in variants:
+    capless = by.combine_kernel
+    variants = [(*v, cap) for v in variants for cap in (None, CAP) if cap is None or v[1] is not capless]
+    for form, kernel, launched, dtype, threads, cap in variants:
+        launched = launched | ({} if kernel is capless else {"CAP": cap})
         constants = {name: launched.pop(name) for name in kernel.arg_names if name in launched}
         yield Build(
-            f"teacher {kernel.__name__} {form} {dtype}",
+            f"teacher {kernel.__name__} {form} {dtype}{capped(cap)}",
             kernel,
             constants,
             launched,
@@ -251,15 +265,18 @@ def topk() -> Iterator[Build]:
 def sampling_masks() -> Iterator[Build]:
     """What reads and writes the tokens of a sampling mask."""
     from megatron_pg.kernels.triton import sampling_masks as by
+    from megatron_pg.kernels.triton.tiles import Kind
     from megatron_pg.kernels.triton.topk import put_kernel
 
     variants = [(by.sampling_mask_statistics_kernel, {}), (put_kernel, {"K": 0, "row_stride": 0, "id_stride": 1})]
     variants += [(by.sampling_mask_gradient_kernel, {"WHOLE_ENTROPY": whole}) for whole in (False, True)]
-    for (kernel, flags), dtype in itertools.product(variants, ("bf16", "fp32")):
+    for (kernel, flags), dtype, cap in itertools.product(variants, ("bf16", "fp32"), (None, CAP)):
+        if kernel is put_kernel and cap is not None:
+            continue
         yield Build(
-            f"sampling_masks {kernel.__name__} {flags.get('WHOLE_ENTROPY', '')} {dtype}",
+            f"sampling_masks {kernel.__name__} {flags.get('WHOLE_ENTROPY', '')} {dtype}{capped(cap)}",
             kernel,
-            flags | {"BLOCK": by.BLOCK},
+            flags | {"BLOCK": by.BLOCK} | ({} if kernel is put_kernel else {"KIND": Kind(cap=cap)}),
             {"num_warps": by.WARPS},
             {"logits": f"*{dtype}", "table": f"*{dtype}", "gradients": f"*{dtype}", "stride": "i64"},
             even=(),
@@ -271,12 +288,12 @@ def scaled_exp() -> Iterator[Build]:
     """The product of the fused head's mode of that name: tensor cores, whole tiles."""
     from megatron_pg.lm_head.scaled_exp.kernels import Tiles, scaled_exp_kernel
 
-    for width in (1024, 2048, 4096, 8192):
+    for width, cap in itertools.product((1024, 2048, 4096, 8192), (None, CAP)):
         tiles = Tiles.of_width(width)
         yield Build(
-            f"scaled_exp {width}",
+            f"scaled_exp {width}{capped(cap)}",
             scaled_exp_kernel,
-            tiles.constants,
+            tiles.constants | {"CAP": cap},
             {"num_warps": tiles.warps, "num_stages": tiles.stages},
             dict.fromkeys(scaled_exp_kernel.arg_names, "i32")
             | {

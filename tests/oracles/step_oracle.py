@@ -128,6 +128,8 @@ class Settings:
     aggregation: str = "sample_mean"
     divisor: float | None = None  # L of constant
     temperature: float = 1.0
+    softcap: float | None = None  # of the logits, before the temperature
+    teacher_softcap: float | None = None  # of the logits of a teacher over the whole vocabulary
     correction: str = "none"
     correction_low: float | None = None
     correction_high: float | None = None  # opsm: the threshold, nats per token
@@ -384,7 +386,9 @@ def teacher_row(document: Document, row: int, term: Term, settings: Settings) ->
     """The divergence of one token from the teacher's distribution."""
     options = {"temperature": settings.temperature, "share": term.share}
     if term.kind.startswith("full_"):
-        return token_oracle.full_divergence(term.kind, document.logits[row], document.whole[row], **options)
+        teacher, cap = document.whole[row], settings.teacher_softcap
+        teacher = teacher if cap is None else token_oracle.softcapped(teacher, cap)[0]
+        return token_oracle.full_divergence(term.kind, document.logits[row], teacher, **options)
     options["floor"] = settings.tail_floor
     return token_oracle.topk_divergence(term.kind, document.logits[row], *document.topk[row], **options)
 
@@ -398,6 +402,8 @@ def run(documents: Sequence[Document], settings: Settings) -> StepResult:
     Raises:
         ValueError: no loss of the step has a token, a trained value is not finite, or a field is missing.
     """
+    if settings.softcap is not None:
+        return _capped(documents, settings)
     gradients = [np.zeros(np.shape(document.logits)) for document in documents]
     terms, weights = {}, {}
     of_policy: list[float | None] = [None] * len(documents)
@@ -414,6 +420,17 @@ def run(documents: Sequence[Document], settings: Settings) -> StepResult:
         magnitude=math.fsum(weights[name] * result.magnitude for name, result in terms.items()),
         gradients=[gradient / settings.grad_divisor for gradient in gradients],
     )
+
+
+def _capped(documents: Sequence[Document], settings: Settings) -> StepResult:
+    """Of capped logits, with the gradient by the logits before the cap."""
+    pairs = [
+        token_oracle.softcapped(np.asarray(document.logits, np.float64), settings.softcap) for document in documents
+    ]
+    capped = [replace(document, logits=z) for document, (z, _) in zip(documents, pairs, strict=True)]
+    found = run(capped, replace(settings, softcap=None))
+    slopes = [np.where(gradient == 0, 0.0, s) for gradient, (_, s) in zip(found.gradients, pairs, strict=True)]
+    return replace(found, gradients=[own * s for own, s in zip(found.gradients, slopes, strict=True)])
 
 
 def _policy(documents: Sequence[Document], settings: Settings, gradients: Sequence[np.ndarray]) -> TermResult:

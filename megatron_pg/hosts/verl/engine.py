@@ -29,7 +29,7 @@ from megatron_pg.hosts.step import HostStep
 from megatron_pg.hosts.verl.logprobs import Logprobs
 from megatron_pg.hosts.verl.options import checked
 from megatron_pg.hosts.verl.samples import samples_of
-from megatron_pg.lm_head.output_layer import check_layer
+from megatron_pg.lm_head.output_layer import check_layer, softcap_of
 from megatron_pg.plan.errors import StepPlanError
 from megatron_pg.step.findings import StepReport, before_finalize
 
@@ -66,6 +66,7 @@ class PolicyGradientEngine(_Theirs):
         if self.engine_config.use_fused_kernels:
             for layer in output_layers(self.module):
                 check_layer(layer, is_fused=True)
+                self._logprobs.softcap = softcap_of(layer)
         if self._actor is not None and self.is_mp_src_rank_with_outputs() and self.get_data_parallel_rank() == 0:
             self._log = HostLog(self._settings, self._rows, self._metrics_file)
 

@@ -1,5 +1,7 @@
 """verl's log-probabilities and entropies by our kernel and our head, in training and in the passes before it."""
 
+from dataclasses import replace
+
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -17,6 +19,7 @@ class Logprobs:
     def __init__(self, settings: LossSettings):
         self._settings = settings
         self.temperature = 1.0  # of the micro-batch in progress
+        self.softcap: float | None = None  # of the output layer, which the fused head does not call
         self.sequence_parallel = False
 
     def of_logits(
@@ -39,7 +42,7 @@ class Logprobs:
         dist_process_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Our fused head for verl's [T, 1, H]: chunks of float32 logits, which the backward recomputes."""
-        vocabulary = self._vocabulary(len(weight), dist_process_group)
+        vocabulary = replace(self._vocabulary(len(weight), dist_process_group), softcap=self.softcap)
         head = Head(mode="recompute", backward=self._settings.head_backward, impl=self._settings.impl)
         if not self.sequence_parallel:  # else verl has gathered them, and its backward reduce-scatters
             hidden = enter(hidden, vocabulary.tp_group, False)

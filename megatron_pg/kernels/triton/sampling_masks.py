@@ -12,9 +12,9 @@ from typing_extensions import override
 from megatron_pg.kernels.readers import Slopes, filled
 from megatron_pg.kernels.sampling_masks import Restriction, SamplingMaskRowStatistics
 from megatron_pg.kernels.triton import vocab_parallel
-from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, accumulate, merge
+from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, accumulate, merge, softcapped, through_cap
 from megatron_pg.kernels.triton.topk import put_kernel
-from megatron_pg.kernels.triton.vocab_parallel import TritonReader, log2_scale, row_factors, slope_of
+from megatron_pg.kernels.triton.vocab_parallel import TritonReader, kind_of, log2_scale, row_factors, slope_of
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 BLOCK = 256  # ids at a time
@@ -37,9 +37,8 @@ class TritonSamplingMaskReader(TritonReader[SamplingMaskRowStatistics]):
         whole = vocab_parallel.statistics(z, targets, is_read, self._vocabulary)
         shares = whole.clone() if restriction.whole_entropy else whole
         sizes = self._vocabulary.valid, self._vocabulary.first, z.stride(0), log2_scale(self._vocabulary)
-        sampling_mask_statistics_kernel[(len(z),)](
-            z, targets, mask, *_sets(restriction), shares, *sizes, BLOCK=BLOCK, num_warps=WARPS, **FUSED
-        )
+        options = {"KIND": kind_of(self._vocabulary), "BLOCK": BLOCK, "num_warps": WARPS} | FUSED
+        sampling_mask_statistics_kernel[(len(z),)](z, targets, mask, *_sets(restriction), shares, *sizes, **options)
         return torch.cat([shares, whole]) if restriction.whole_entropy else shares
 
     @override
@@ -63,10 +62,9 @@ class TritonSamplingMaskReader(TritonReader[SamplingMaskRowStatistics]):
         by_outputs = by_logprob.contiguous(), by_entropy.contiguous()
         sizes = *columns, vocabulary.size, z.stride(0), log2_scale(vocabulary)
         launch, read = sampling_mask_gradient_kernel[(len(z),)], (z, targets, mask, *_sets(restriction))
+        constants = {"KIND": kind_of(vocabulary), "WHOLE_ENTROPY": restriction.whole_entropy}
         # before the logits are overwritten
-        launch(
-            *read, values, *of_mask, *of_whole, *by_outputs, *sizes, WHOLE_ENTROPY=restriction.whole_entropy, **options
-        )
+        launch(*read, values, *of_mask, *of_whole, *by_outputs, *sizes, **constants, **options)
         if restriction.whole_entropy:
             is_read, of_rows, by_logprob = mask, rows.of_all, torch.where(is_whole, by_logprob, 0)
         else:
@@ -84,7 +82,7 @@ def _sets(restriction: Restriction) -> tuple[Tensor, ...]:
 
 @triton.jit
 def sampling_mask_statistics_kernel(
-    logits, targets, mask, starts, counts, ids, shares, valid, first, stride, c, BLOCK: tl.constexpr
+    logits, targets, mask, starts, counts, ids, shares, valid, first, stride, c, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One row per program, if it has a sampling mask: shares[row] as `statistics_kernel`.
 
@@ -106,12 +104,12 @@ def sampling_mask_statistics_kernel(
             column = token - first
             owned = (column >= 0) & (column < valid)
             tile = tl.load(z_row + column, owned, float("-inf"))
-            m, s, t = accumulate(m, s, t, (tile[:, None],), c, "plain", True)
+            m, s, t = accumulate(m, s, t, (tile[:, None],), c, KIND, True)
             hits += (token == target).to(tl.int32)
         peak, total, shifted = tl.reduce((m, s, t), 0, merge)
         column = target - first
         owned = (column >= 0) & (column < valid)
-        target_logit = tl.load(z_row + column, owned, 0.0).to(tl.float32)
+        target_logit = softcapped(tl.load(z_row + column, owned, 0.0).to(tl.float32), KIND.cap)
         outside = owned & (tl.sum(hits, 0) == 0)
         tl.store(shares + row * 4, peak)
         tl.store(shares + row * 4 + 1, total)
@@ -148,6 +146,7 @@ def sampling_mask_gradient_kernel(
     vocab_size,
     stride,
     c,
+    KIND: tl.constexpr,
     WHOLE_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -173,11 +172,11 @@ def sampling_mask_gradient_kernel(
             token = tl.load(ids + start + k + lanes, here, -1)
             column = token - first
             owned = (column >= 0) & (column < valid)
-            z = tl.load(logits + row * stride + column, owned, 0.0).to(tl.float32)
+            z = softcapped(tl.load(logits + row * stride + column, owned, 0.0).to(tl.float32), KIND.cap)
             if WHOLE_ENTROPY:
                 slope = _slope(z, c, peak, total, sampling_mask_entropy, a, zero)
                 slope += _slope(z, c, whole_peak, whole_total, entropy, zero, e)
             else:
                 slope = _slope(z, c, peak, total, sampling_mask_entropy, a, e)
             slope = tl.where(token == target, slope + a, slope)
-            tl.store(values + start + k + lanes, slope, owned)
+            tl.store(values + start + k + lanes, through_cap(slope, z, KIND.cap), owned)

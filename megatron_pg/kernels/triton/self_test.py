@@ -30,7 +30,8 @@ def agrees(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, e
     The result is logged; a disagreement is a warning.
     """
     built_for = term_constants(policy_loss).values()
-    key = (logits.device, logits.dtype, logits.shape[1], vocabulary.valid, entropy, *built_for)
+    shape = logits.shape[1], vocabulary.valid, vocabulary.softcap
+    key = (logits.device, logits.dtype, *shape, entropy, *built_for)
     if key not in _found:
         dtypes = dict.fromkeys((logits.dtype, torch.bfloat16))  # that its gradient may have
         flaws = (_flaw(logits, each, policy_loss, vocabulary, entropy) for each in dtypes)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.triton.single_pass_kernel import Tiling, single_pass_kernel
 from megatron_pg.kernels.triton.terms import coefficients_of, field_pointers, numbers_of, term_constants, term_losses
-from megatron_pg.kernels.triton.tiles import FUSED
+from megatron_pg.kernels.triton.tiles import FUSED, Kind
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -134,7 +134,9 @@ def launch(
     sizes = len(logits), valid, logits.stride(0), gradient.stride(0), math.log2(math.e) / temperature
     numbers = numbers_of(policy_loss), coefficients_of(policy_loss)
     scale = grad_scale / policy_loss.terms.grad_divisor / temperature
-    options = constants | {"ENTROPY": entropy or constants["BONUS"], "ROW": shape.tiling} | shape.options | FUSED
+    kind = Kind(logits.dtype == torch.bfloat16, vocabulary.softcap)
+    options = constants | {"KIND": kind, "ENTROPY": entropy or constants["BONUS"], "ROW": shape.tiling}
+    options |= shape.options | FUSED
     launched = single_pass_kernel[(min(len(logits), most_programs),)]
     compiled = launched(*tensors, *sizes, *numbers, scale, 0, **options)
     if valid < gradient.shape[1]:

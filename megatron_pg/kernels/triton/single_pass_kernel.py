@@ -30,6 +30,8 @@ from megatron_pg.kernels.triton.tiles import (
     logprob_and_entropy,
     merge,
     minus_infinity,
+    softcapped,
+    through_cap,
     values,
 )
 
@@ -54,7 +56,7 @@ class Tiling(NamedTuple):
 
 @gluon.jit
 def _column_gradient(z, column_terms, BONUS: gl.constexpr):
-    """The gradient at logits z, x = z c - peak: 2^x factor, or with an entropy bonus 2^x (factor + bend x)."""
+    """The gradient by logits z, x = z c - peak: 2^x factor, or with an entropy bonus 2^x (factor + bend x)."""
     c, peak, factor, bend = column_terms
     x = gl.fma(z, c, -peak)
     if BONUS:
@@ -69,9 +71,9 @@ def _tile_gradient(
 ):
     """The gradient of a tile's columns rounded to `dtype`, in the order of the logits."""
     logits = values(words, KIND)
-    low = _column_gradient(logits[0], column_terms, BONUS)
+    low = through_cap(_column_gradient(logits[0], column_terms, BONUS), logits[0], KIND.cap)
     if len(logits) == 2:
-        high = _column_gradient(logits[1], column_terms, BONUS)
+        high = through_cap(_column_gradient(logits[1], column_terms, BONUS), logits[1], KIND.cap)
         both = gl.join(low, high).to(dtype)
         return gl.convert_layout(gl.reshape(both, (low.shape[0], 2 * low.shape[1])), layout, assert_trivial=True)
     else:
@@ -81,7 +83,7 @@ def _tile_gradient(
 @gluon.jit
 def _opaque(words, key, KIND: gl.constexpr):
     """`words`, opaque to the compiler, which would keep the float32 values of the first pass in twice the registers."""
-    if KIND == "bfloat16x2":
+    if KIND.is_pair:
         return words ^ key
     else:
         return words
@@ -148,7 +150,7 @@ def _stream_gradients(
     """Write the gradient of the words that fit nowhere, backwards: the words read last are read again first."""
     dtype: gl.constexpr = g_row.dtype.element_ty
     layout: gl.constexpr = g_offsets.type.layout
-    PAIR: gl.constexpr = 2 if KIND == "bfloat16x2" else 1
+    PAIR: gl.constexpr = 2 if KIND.is_pair else 1
     TILE: gl.constexpr = ROW.threads * WORDS
     COUNT: gl.constexpr = ROW.streamed
     after = (ROW.groups * ROW.per_group + ROW.kept) * TILE
@@ -203,7 +205,7 @@ def _write_outside_shared(
     """
     dtype: gl.constexpr = g_row.dtype.element_ty
     layout: gl.constexpr = g_offsets.type.layout
-    PAIR: gl.constexpr = 2 if KIND == "bfloat16x2" else 1
+    PAIR: gl.constexpr = 2 if KIND.is_pair else 1
     TILE: gl.constexpr = ROW.threads * WORDS
     SLOTS: gl.constexpr = ROW.groups * ROW.per_group
     KEPT: gl.constexpr = ROW.kept
@@ -252,7 +254,7 @@ def _exchange_groups(
     LAG: gl.constexpr = ROW.lag
     KEPT: gl.constexpr = ROW.kept
     ALL_SHARED: gl.constexpr = ROW.kept == 0 and ROW.streamed == 0  # then a row may end within shared memory
-    PAIR: gl.constexpr = 2 if KIND == "bfloat16x2" else 1
+    PAIR: gl.constexpr = 2 if KIND.is_pair else 1
     TILE: gl.constexpr = ROW.threads * WORDS
     dtype: gl.constexpr = g_row.dtype.element_ty
     layout: gl.constexpr = offsets.type.layout
@@ -306,7 +308,18 @@ def _finish_statistics(
 
 
 @gluon.jit
-def _load_token(row, live, logits, targets, fields, columns, logits_stride, KL: gl.constexpr, BONUS: gl.constexpr):
+def _load_token(
+    row,
+    live,
+    logits,
+    targets,
+    fields,
+    columns,
+    logits_stride,
+    KIND: gl.constexpr,
+    KL: gl.constexpr,
+    BONUS: gl.constexpr,
+):
     """Column and logit of the target, and the values of the loss terms; 0 where the row is not live.
 
     A target outside the vocabulary has the logit NaN, so loss and gradient of its row are NaN, and no address outside
@@ -316,7 +329,8 @@ def _load_token(row, live, logits, targets, fields, columns, logits_stride, KL: 
     exists = (target >= 0) & (target < columns)
     column = gl.where(exists, target, 0)
     at = logits + row * logits_stride + column
-    logit = gl.where(exists, gl.load(at, mask=live, other=0.0).to(gl.float32), float("nan"))
+    logit = softcapped(gl.load(at, mask=live, other=0.0).to(gl.float32), KIND.cap)
+    logit = gl.where(exists, logit, float("nan"))
     return column, logit, load_values(fields, row, live, KL, BONUS)
 
 
@@ -383,6 +397,7 @@ def single_pass_kernel(
     coefficients,
     grad_scale,
     zero,
+    KIND: gl.constexpr,
     TOKEN_KERNEL: gl.constexpr,
     KL: gl.constexpr,
     BONUS: gl.constexpr,
@@ -396,8 +411,7 @@ def single_pass_kernel(
     THREADS: gl.constexpr = ROW.threads
     GROUPS: gl.constexpr = ROW.groups
     PER: gl.constexpr = ROW.per_group
-    KIND: gl.constexpr = "bfloat16x2" if logits.dtype.element_ty == gl.bfloat16 else "plain"
-    PAIR: gl.constexpr = 2 if KIND == "bfloat16x2" else 1  # columns of a word
+    PAIR: gl.constexpr = 2 if KIND.is_pair else 1  # columns of a word
     TILE: gl.constexpr = THREADS * WORDS
     SLOTS: gl.constexpr = GROUPS * PER
     dtype: gl.constexpr = gradients.dtype.element_ty
@@ -430,7 +444,7 @@ def single_pass_kernel(
     row = gl.program_id(0).to(gl.int64)
     live = gl.load(fields.mask + row) != 0
     if ROW.ahead:
-        token = _load_token(row, live, logits, targets, fields, columns, logits_stride, KL, BONUS)
+        token = _load_token(row, live, logits, targets, fields, columns, logits_stride, KIND, KL, BONUS)
     limit = gl.where(live, width, 0)
     z_row = z_words + row * z_stride
     for g in gl.static_range(GROUPS):
@@ -444,7 +458,7 @@ def single_pass_kernel(
     while row < rows:
         # 1. The loss of the row, from the statistics of all its words. A masked row has loss and gradient 0.
         if not ROW.ahead:
-            token = _load_token(row, live, logits, targets, fields, columns, logits_stride, KL, BONUS)
+            token = _load_token(row, live, logits, targets, fields, columns, logits_stride, KIND, KL, BONUS)
         target, target_logit, values_of_row = token
         slope = 0.0
         bend = 0.0
@@ -492,9 +506,10 @@ def single_pass_kernel(
         if moves:
             thread_barrier()
             p = _column_gradient(target_logit, column_terms, BONUS)
-            gl.store(gradients + row * gradients_stride + target, (p - slope).to(dtype))
+            out = through_cap(p - slope, target_logit, KIND.cap)
+            gl.store(gradients + row * gradients_stride + target, out.to(dtype))
         if ROW.ahead:
-            token = _load_token(following, live_next, logits, targets, fields, columns, logits_stride, KL, BONUS)
+            token = _load_token(following, live_next, logits, targets, fields, columns, logits_stride, KIND, KL, BONUS)
 
         # 5. The rest of the next row's statistics. The streamed tiles come first, because the kept tiles get their
         #    registers. A masked row is copied as zeros, which must land before the copies of the row after it start.

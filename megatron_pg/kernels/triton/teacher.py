@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from megatron_pg.kernels.readers import Slopes, filled
 from megatron_pg.kernels.teacher import TeacherLogits, TeacherReader, TeacherRowStatistics
-from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, LOWEST, logprob_and_entropy
+from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, LOWEST, logprob_and_entropy, softcapped, through_cap
 from megatron_pg.kernels.triton.vocab_parallel import COMBINE_ROWS, READ, Walk, log2_scale
 from megatron_pg.kernels.vocabulary import Vocabulary
 
@@ -36,7 +36,8 @@ class TritonTeacherReader(TeacherReader):
         shares = torch.empty(len(z), 7, dtype=torch.float32, device=z.device)
         tensors = student, teacher, self._targets[chunk], shares
         sizes = vocabulary.valid, vocabulary.first, student.stride(0), teacher.stride(0), log2_scale(vocabulary)
-        statistics_kernel[(len(z),)](*tensors, *sizes, **READ.options(student), FORM=self._form.name)
+        options = {"FORM": self._form.name, "CAP": vocabulary.softcap}
+        statistics_kernel[(len(z),)](*tensors, *sizes, **READ.options(student), **options)
         return shares
 
     @override
@@ -53,8 +54,8 @@ class TritonTeacherReader(TeacherReader):
     def _mixture_sums(self, student: Tensor, teacher: Tensor, rows: TeacherRowStatistics) -> Tensor:
         sums = torch.empty(len(student), 2, dtype=torch.float32, device=student.device)
         sizes = self._vocabulary.valid, student.stride(0), teacher.stride(0), log2_scale(self._vocabulary)
-        options = MIX.options(student) | {"NUMBERS": self._form.shares}
-        mixture_kernel[(len(student),)](student, teacher, *_sums_of(rows), sums, *sizes, **options)
+        options, cap = MIX.options(student) | {"NUMBERS": self._form.shares}, self._vocabulary.softcap
+        mixture_kernel[(len(student),)](student, teacher, *_sums_of(rows), sums, *sizes, CAP=cap, **options)
         return sums
 
     @override
@@ -66,8 +67,8 @@ class TritonTeacherReader(TeacherReader):
         sizes = student.shape[1], vocabulary.valid, vocabulary.first, vocabulary.size, blocks
         strides = student.stride(0), teacher.stride(0), out.stride(0)
         options = WRITE.options(student) | {"FORM": self._form.name, "NUMBERS": self._form.shares}
-        launch = gradient_kernel[(len(student) * blocks,)]
-        launch(*tensors, *by_outputs, *sizes, *strides, log2_scale(vocabulary), **options)
+        launch, cap = gradient_kernel[(len(student) * blocks,)], vocabulary.softcap
+        launch(*tensors, *by_outputs, *sizes, *strides, log2_scale(vocabulary), CAP=cap, **options)
 
 
 def _sums_of(rows: TeacherRowStatistics) -> tuple[Tensor, ...]:
@@ -119,13 +120,13 @@ def add_pairs(m, s, t, n, w, x, students, teachers, c, FORM: tl.constexpr):
 
 
 @triton.jit
-def _pair_of_tiles(z_row, y_row, group, TILE: tl.constexpr, UNROLL: tl.constexpr):
-    """The group's tiles of both rows, float32."""
+def _pair_of_tiles(z_row, y_row, group, TILE: tl.constexpr, UNROLL: tl.constexpr, CAP: tl.constexpr):
+    """The group's tiles of both rows, float32; the teacher's come capped."""
     of_student = ()
     of_teacher = ()
     for k in tl.static_range(UNROLL):
         at = (group * UNROLL + k) * TILE
-        of_student = of_student + (tl.load(z_row + at).to(tl.float32),)
+        of_student = of_student + (softcapped(tl.load(z_row + at).to(tl.float32), CAP),)
         of_teacher = of_teacher + (tl.load(y_row + at).to(tl.float32),)
     return of_student, of_teacher
 
@@ -145,6 +146,7 @@ def statistics_kernel(
     WORDS: tl.constexpr,
     UNROLL: tl.constexpr,
     FORM: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """One row per program: shares[row] = m, s, t, the target's logit, 0 where another rank owns it, n, w, x."""
     row = tl.program_id(0).to(tl.int64)
@@ -159,15 +161,16 @@ def statistics_kernel(
     target = tl.load(targets + row) - first
     owned = (target >= 0) & (target < valid)
     target_logit = tl.load(students + row * student_stride + target, mask=owned, other=0.0).to(tl.float32)
+    target_logit = softcapped(target_logit, CAP)
     z_row = students + row * student_stride + offsets
     y_row = teachers + row * teacher_stride + offsets
     full = valid // (TILE * UNROLL)
     for group in range(full):
-        of_student, of_teacher = _pair_of_tiles(z_row, y_row, group, TILE, UNROLL)
+        of_student, of_teacher = _pair_of_tiles(z_row, y_row, group, TILE, UNROLL, CAP)
         m, s, t, n, w, x = add_pairs(m, s, t, n, w, x, of_student, of_teacher, c, FORM)
     for start in range(full * (TILE * UNROLL), valid, TILE):
         here = offsets < valid - start
-        z = tl.load(z_row + start, mask=here, other=float("-inf")).to(tl.float32)
+        z = softcapped(tl.load(z_row + start, mask=here, other=float("-inf")).to(tl.float32), CAP)
         y = tl.load(y_row + start, mask=here, other=float("-inf")).to(tl.float32)
         m, s, t, n, w, x = add_pairs(m, s, t, n, w, x, (z,), (y,), c, FORM)
     peak = tl.max(m, 0)
@@ -269,6 +272,7 @@ def mixture_kernel(
     WORDS: tl.constexpr,
     UNROLL: tl.constexpr,
     NUMBERS: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """One row per program: sums[row] = the jsd of this rank's columns, and Σ q f."""
     row = tl.program_id(0).to(tl.int64)
@@ -286,11 +290,11 @@ def mixture_kernel(
     )
     full = valid // (TILE * UNROLL)
     for group in range(full):
-        of_student, of_teacher = _pair_of_tiles(z_row, y_row, group, TILE, UNROLL)
+        of_student, of_teacher = _pair_of_tiles(z_row, y_row, group, TILE, UNROLL, CAP)
         of_p, of_q = add_mixtures(of_p, of_q, of_student, of_teacher, c, ends, NUMBERS)
     for start in range(full * (TILE * UNROLL), valid, TILE):
         here = offsets < valid - start
-        z = tl.load(z_row + start, mask=here, other=float("-inf")).to(tl.float32)
+        z = softcapped(tl.load(z_row + start, mask=here, other=float("-inf")).to(tl.float32), CAP)
         y = tl.load(y_row + start, mask=here, other=float("-inf")).to(tl.float32)
         of_p, of_q = add_mixtures(of_p, of_q, (z,), (y,), c, ends, NUMBERS)
     # tensors first: the interpreter of Triton 3.7 cannot multiply a product of constants with one
@@ -300,11 +304,14 @@ def mixture_kernel(
 
 
 @triton.jit
-def _pair_gradient(z, y, column, target, c, ends, factors, FORM: tl.constexpr, NUMBERS: tl.constexpr):
+def _pair_gradient(
+    z, y, column, target, c, ends, factors, FORM: tl.constexpr, NUMBERS: tl.constexpr, CAP: tl.constexpr
+):
     """2^d (constant + bend d) and what the divergence adds, and a more at the target."""
     m, n, log_s, log_w = ends
     constant, bend, a, pull = factors
-    d = tl.fma(z.to(tl.float32), c, -m)
+    z = softcapped(z.to(tl.float32), CAP)
+    d = tl.fma(z, c, -m)
     u = tl.fma(y.to(tl.float32), c, -n)
     power = tl.exp2(d)
     gradient = power * tl.fma(tl.maximum(d, LOWEST), bend, constant)
@@ -315,7 +322,7 @@ def _pair_gradient(z, y, column, target, c, ends, factors, FORM: tl.constexpr, N
     else:
         over_q, _, _, _ = _over_mixture(d - log_s, u - log_w, NUMBERS)
         gradient += _times(power, over_q * pull)
-    return tl.where(column == target, gradient + a, gradient)
+    return through_cap(tl.where(column == target, gradient + a, gradient), z, CAP)
 
 
 @triton.jit
@@ -347,6 +354,7 @@ def gradient_kernel(
     UNROLL: tl.constexpr,
     FORM: tl.constexpr,
     NUMBERS: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """One block of one row: c ln2 (a (δ_j - q_j) - e q_j (log q_j + H) + g q_j (f_j - Σ q f)).
 
@@ -390,7 +398,7 @@ def gradient_kernel(
             of_teacher = of_teacher + (tl.load(y_row + k * TILE),)
         for k in tl.static_range(UNROLL):
             at = column + k * TILE
-            out = _pair_gradient(of_student[k], of_teacher[k], at, target, c, ends, factors, FORM, NUMBERS)
+            out = _pair_gradient(of_student[k], of_teacher[k], at, target, c, ends, factors, FORM, NUMBERS, CAP)
             tl.store(g_row + k * TILE, out.to(dtype))
     else:
         for k in tl.static_range(UNROLL):
@@ -398,5 +406,5 @@ def gradient_kernel(
             here = at < valid
             z = tl.load(z_row + k * TILE, mask=here, other=float("-inf"))
             y = tl.load(y_row + k * TILE, mask=here, other=float("-inf"))
-            out = _pair_gradient(z, y, at, target, c, ends, factors, FORM, NUMBERS)
+            out = _pair_gradient(z, y, at, target, c, ends, factors, FORM, NUMBERS, CAP)
             tl.store(g_row + k * TILE, tl.where(here, out, 0.0).to(dtype), mask=at < columns)

@@ -5,9 +5,12 @@ Statistics are in the log2 domain with c = log2(e) / temperature, so that every 
     m = max_j z_j c,   s = sum_j 2^(z_j c - m),   t = sum_j 2^(z_j c - m) (z_j c - m)
 
 m and s stay apart: m + log2 s would round s away at large logits. A tile is [threads, words], the words that a thread
-loads in one go; each thread keeps its own m, s, t and the threads of a row meet once, in `merge`. `KIND` says what a
-word is: one logit, or two bfloat16 logits in 32 bits.
+loads in one go; each thread keeps its own m, s, t and the threads of a row meet once, in `merge`. A `KIND` says what a
+word is. With a softcap z is the capped logit.
 """
+
+import math
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -17,24 +20,59 @@ FLOOR = tl.constexpr(-(2.0**31))
 LOWEST = tl.constexpr(-1000.0)  # 2^-1000 is 0, and 0 * -1000 is 0 where 0 * -inf would be NaN
 LN2 = tl.constexpr(0.6931471805599453)
 FUSED = {"enable_fp_fusion": True}  # of every launch: the default changes between releases of Triton
+GROWTH = tl.constexpr(2 * math.log2(math.e))
+MOST = tl.constexpr(2.0**127)
+EVERY = tl.constexpr(tl.PropagateNan.ALL)
+
+
+class Kind(NamedTuple):
+    """What a word of logits is. Part of what a kernel is compiled for."""
+
+    is_pair: bool = False  # two bfloat16 logits in 32 bits, else one logit
+    cap: float | None = None  # of `Vocabulary.softcap`; None: no code for it
 
 
 @triton.jit
 def minus_infinity(KIND: tl.constexpr):
     """A word whose logits are -inf."""
-    if KIND == "bfloat16x2":
+    if KIND.is_pair:
         return -8323200  # 0xFF80FF80
     else:
         return float("-inf")
 
 
 @triton.jit
-def values(words, KIND: tl.constexpr):
-    """The logits of a tile as float32: a tuple of one tile, or of two for paired words, the first logit first."""
-    if KIND == "bfloat16x2":
-        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+def softcapped(x, CAP: tl.constexpr):
+    """c tanh(x / c) to 3e-7 c, -inf of -inf; x itself without a softcap.
+
+    tanh u = (e^2u - 1) / (e^2u + 1), because the tanh of the hardware has an error of 2^-11.
+    """
+    if CAP is None:
+        return x
     else:
-        return (words.to(tl.float32),)
+        power = tl.exp2(tl.minimum(x * (GROWTH / CAP), 64.0, propagate_nan=EVERY))
+        z = tl.fma(power, CAP, -CAP) / (power + 1.0)
+        return tl.minimum(z, x + MOST, propagate_nan=EVERY)  # z of every finite x: a comparison costs more
+
+
+@triton.jit
+def through_cap(gradient, z, CAP: tl.constexpr):
+    """The gradient by x from the gradient by the capped logits z: times 1 - (z / c)^2, 0 of -inf."""
+    if CAP is None:
+        return gradient
+    else:
+        t = z * (1 / CAP)
+        return gradient * tl.maximum(tl.fma(-t, t, 1.0), 0.0)
+
+
+@triton.jit
+def values(words, KIND: tl.constexpr):
+    """The logits z of a tile as float32: a tuple of one tile, or of two for paired words, the first logit first."""
+    if KIND.is_pair:
+        low, high = (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+        return softcapped(low, KIND.cap), softcapped(high, KIND.cap)
+    else:
+        return (softcapped(words.to(tl.float32), KIND.cap),)
 
 
 @triton.jit

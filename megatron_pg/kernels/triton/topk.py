@@ -29,7 +29,9 @@ class TritonTopKReader(TritonReader[TopKRowStatistics]):
     def read(self, logits: Tensor, *, may_hide: bool = False) -> TopKRowStatistics:
         """The ids stay hidden only with `may_hide`."""
         shares = self.statistics(logits, ALL)
-        if may_hide:  # other readers of the saved logits get an error, not the gradient of -inf
+        if self._vocabulary.softcap is not None:
+            pass  # they are back
+        elif may_hide:  # other readers of the saved logits get an error, not the gradient of -inf
             torch.autograd.graph.increment_version(logits)
         else:
             put(logits, self._ids, self._mask, shares[:, 4:], self._vocabulary)
@@ -39,11 +41,14 @@ class TritonTopKReader(TritonReader[TopKRowStatistics]):
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
         """[c, 4 + K] float32: m, s, t of `tiles` without the ids, then the logits of target and ids, 0 if not here.
 
-        The ids are left hidden in the logits; `put` brings them back.
+        The ids are left hidden in the logits; `put` brings them back, at once where a softcap's gradient needs them.
         """
         targets, mask = self._where(chunk)
         shares = take_and_hide(z, targets, mask, self._ids[chunk], self._vocabulary)
         shares[:, :3] = vocab_parallel.statistics(z, targets, mask, self._vocabulary)[:, :3]
+        if self._vocabulary.softcap is not None:
+            put(z, self._ids[chunk], mask, shares[:, 4:], self._vocabulary)
+            shares[:, 3:] = self._vocabulary.capped(shares[:, 3:])
         return shares
 
     @override
@@ -56,6 +61,9 @@ class TritonTopKReader(TritonReader[TopKRowStatistics]):
         """The ids may be hidden in the logits or not."""
         (targets, mask), ids, vocabulary = self._where(chunk), self._ids[chunk], self._vocabulary
         factors, named = topk_rows.coefficients(targets, mask, ids, rows, filled(slopes, rows), vocabulary)
+        if vocabulary.softcap is not None:
+            logits = z.gather(1, vocabulary.owned(ids)[0].long())
+            named = vocabulary.through_cap(named, torch.where(mask[:, None], logits, 0))
         of_rows = None, None, None, None, None, factors
         vocab_parallel.launch_gradient(z, out, targets, mask, rows.tail_peaks, of_rows, vocabulary)
         put(out, ids, mask, named, vocabulary)

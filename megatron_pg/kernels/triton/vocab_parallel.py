@@ -21,10 +21,13 @@ from megatron_pg.kernels.triton.tiles import (
     FUSED,
     LN2,
     LOWEST,
+    Kind,
     accumulate,
     logprob_and_entropy,
     merge,
     minus_infinity,
+    softcapped,
+    through_cap,
 )
 from megatron_pg.kernels.vocabulary import Vocabulary
 
@@ -118,6 +121,11 @@ def log2_scale(vocabulary: Vocabulary) -> float:
     return math.log2(math.e) / vocabulary.temperature
 
 
+def kind_of(vocabulary: Vocabulary) -> Kind:
+    """One logit in a word."""
+    return Kind(cap=vocabulary.softcap)
+
+
 def rows_of(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> RowStatistics:
     """[T] each of the whole vocabulary: one launch, or statistics, all-gather and combine over several ranks."""
     if vocabulary.ranks > 1:
@@ -138,7 +146,7 @@ def _read(
     logits: Tensor, targets: Tensor, mask: Tensor, results: Tensor, vocabulary: Vocabulary, *, whole: bool
 ) -> None:
     sizes = len(logits), vocabulary.valid, vocabulary.first, logits.stride(0), log2_scale(vocabulary)
-    options = READ.options(logits) | {"SHIFTED": _is_shifted(logits), "WHOLE": whole}
+    options = READ.options(logits) | {"SHIFTED": _is_shifted(logits), "WHOLE": whole, "KIND": kind_of(vocabulary)}
     statistics_kernel[(len(logits),)](logits, targets, mask, results, *sizes, **options)
 
 
@@ -188,8 +196,8 @@ def launch_gradient(
     blocks = WRITE.blocks(logits, lead + logits.shape[1])
     sizes = *logits.shape, vocabulary.valid, vocabulary.first, vocabulary.size, blocks
     scalars = *sizes, logits.stride(0), gradient.stride(0), log2_scale(vocabulary)
-    launch = gradient_kernel[(len(logits) * blocks,)]
-    launch(logits, gradient, targets, mask, peaks, *of_rows, *scalars, **WRITE.options(logits), SHIFTED=shifted)
+    launch, options = gradient_kernel[(len(logits) * blocks,)], {"SHIFTED": shifted, "KIND": kind_of(vocabulary)}
+    launch(logits, gradient, targets, mask, peaks, *of_rows, *scalars, **WRITE.options(logits), **options)
 
 
 @triton.jit
@@ -219,6 +227,7 @@ def statistics_kernel(
     UNROLL: tl.constexpr,
     SHIFTED: tl.constexpr,
     WHOLE: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """One row per program: its statistics, or with `WHOLE` the results of `_store_row`; `first` is then 0.
 
@@ -237,13 +246,14 @@ def statistics_kernel(
         target = tl.load(targets + row) - first
         owned = (target >= 0) & (target < valid)
         target_logit = tl.load(logits + row * stride + target, mask=owned, other=0.0).to(tl.float32)
+        target_logit = softcapped(target_logit, KIND.cap)
         origin, lead = _row_start(row, stride, WORDS, SHIFTED)
         z_row = logits + origin + offsets
         end = valid + lead
         begin = 0
         if SHIFTED:
-            tile = tl.load(z_row, mask=(offsets >= lead) & (offsets < end), other=minus_infinity("plain"))
-            m, s, t = accumulate(m, s, t, (tile,), c, "plain", True)
+            tile = tl.load(z_row, mask=(offsets >= lead) & (offsets < end), other=minus_infinity(KIND))
+            m, s, t = accumulate(m, s, t, (tile,), c, KIND, True)
             begin = TILE
         full = (end - begin) // (TILE * UNROLL)
         for group in range(full):
@@ -251,16 +261,16 @@ def statistics_kernel(
             for k in tl.static_range(UNROLL):
                 at = begin + (group * UNROLL + k) * TILE
                 tiles = tiles + (tl.load(z_row + at),)
-            m, s, t = accumulate(m, s, t, tiles, c, "plain", True)
+            m, s, t = accumulate(m, s, t, tiles, c, KIND, True)
         if begin + full * (TILE * UNROLL) < end:
             # whole tiles have one mask for all: one that no vector shares would make the loads scalar
             whole = (end - begin) // TILE
             at = begin + whole * TILE
-            tiles = (tl.load(z_row + at, mask=offsets < end - at, other=minus_infinity("plain")),)
+            tiles = (tl.load(z_row + at, mask=offsets < end - at, other=minus_infinity(KIND)),)
             for k in tl.static_range(UNROLL - 1):
                 i = full * UNROLL + k
-                tiles = tiles + (tl.load(z_row + begin + i * TILE, mask=i < whole, other=minus_infinity("plain")),)
-            m, s, t = accumulate(m, s, t, tiles, c, "plain", True)
+                tiles = tiles + (tl.load(z_row + begin + i * TILE, mask=i < whole, other=minus_infinity(KIND)),)
+            m, s, t = accumulate(m, s, t, tiles, c, KIND, True)
     peak, total, shifted = tl.reduce((m, s, t), 0, merge)
     total = tl.where(live, total, 1.0)
     if WHOLE:
@@ -320,11 +330,12 @@ def slope_of(x, constant, bend, BENDS: tl.constexpr):
 
 
 @triton.jit
-def _tile_gradient(tile, column, target, c, factors, BENDS: tl.constexpr):
+def _tile_gradient(tile, column, target, c, factors, BENDS: tl.constexpr, KIND: tl.constexpr):
     """`slope_of` the logits, and a more at the target."""
     peak, constant, bend, a = factors
-    gradient = slope_of(tl.fma(tile.to(tl.float32), c, -peak), constant, bend, BENDS)
-    return tl.where(column == target, gradient + a, gradient)
+    z = softcapped(tile.to(tl.float32), KIND.cap)
+    gradient = slope_of(tl.fma(z, c, -peak), constant, bend, BENDS)
+    return through_cap(tl.where(column == target, gradient + a, gradient), z, KIND.cap)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -353,6 +364,7 @@ def gradient_kernel(
     WORDS: tl.constexpr,
     UNROLL: tl.constexpr,
     SHIFTED: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """One block of one row: 2^x (constant + bend x) with x = z c - peak, and a more at the target.
 
@@ -360,6 +372,7 @@ def gradient_kernel(
 
         c ln2 (a (delta_j - p_j) - e p_j (log p_j + H)),   a, e = by_logprobs, by_entropies times grad_loss
 
+    Both are by z, and go through the softcap.
     The last row comes first: `statistics_kernel` read it last, so it may still be in the L2 cache.
     """
     TILE: tl.constexpr = THREADS * WORDS
@@ -401,7 +414,7 @@ def gradient_kernel(
             for k in tl.static_range(UNROLL):
                 tiles = tiles + (tl.load(z_row + k * TILE),)
             for k in tl.static_range(UNROLL):
-                out = _tile_gradient(tiles[k], column + k * TILE, target, c, of_row, BENDS)
+                out = _tile_gradient(tiles[k], column + k * TILE, target, c, of_row, BENDS, KIND)
                 tl.store(g_row + k * TILE, out.to(dtype))
         else:
             TOGETHER: tl.constexpr = 1 if SHIFTED else UNROLL  # where loads are scalar, more would take the registers
@@ -412,7 +425,7 @@ def gradient_kernel(
                     masked = masked + (tl.load(z_row + k * TILE, mask=here, other=float("-inf")),)
                 for k in tl.static_range(first_tile, first_tile + TOGETHER):
                     at = column + k * TILE
-                    out = _tile_gradient(masked[k - first_tile], at, target, c, of_row, BENDS)
+                    out = _tile_gradient(masked[k - first_tile], at, target, c, of_row, BENDS, KIND)
                     out = tl.where((at >= 0) & (at < valid), out, 0.0)
                     tl.store(g_row + k * TILE, out.to(dtype), mask=(at >= 0) & (at < columns))
     else:

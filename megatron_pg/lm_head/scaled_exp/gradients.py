@@ -55,9 +55,8 @@ class ScaledExpGradients(HeadGradients):
                 sums, logprobs = self._steps.logprobs(shares, targets[block][part])
                 loss, slopes = _loss_and_slopes(chosen, logprobs, self._impl)
                 of_rows = ScaledExpOutput(loss.loss, loss.logprobs, loss.log_ratios)
-                self._steps.weigh(
-                    states[part], scaled[part], targets[block][part], sums, slopes * grad_scale, v[part], of_rows
-                )
+                of_targets = targets[block][part], target_logits[block][part]
+                self._steps.weigh(states[part], scaled[part], *of_targets, sums, slopes * grad_scale, v[part], of_rows)
                 yield loss
             self._multiply(scaled, states, v, self._rows[block])
 

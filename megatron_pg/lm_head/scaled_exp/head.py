@@ -8,7 +8,8 @@ below float32:
     log π(y) = -log(1 + 2^60 S),   p_j = E_j / (S + 2^-60)
     E_y := -S,   v = -slope / (tau (S + 2^-60)),   dX = v ∘ (E W),   dW = E^T (v ∘ x)
 
-Here slope is the derivative of the loss by log π(y). With 60 both ends are far away: E keeps columns of 2^-66 of the
+Here slope is the derivative of the loss by log π(y). With a softcap z is the capped logit, and after S was summed each
+E_j is multiplied by dz_j/dx_j = 1 - (z_j / c)². With 60 both ends are far away: E keeps columns of 2^-66 of the
 target's probability, and is exact up to E = 2^90, that is log π(y) > -103. Below, S only gives an upper bound of the
 log-probability. If the loss is the same for all lower values (a ratio below its bound), the row has no gradient.
 Otherwise it is NaN, and the step stops.
@@ -42,6 +43,7 @@ class ScaledExp:
     def __init__(self, weight: Tensor, vocabulary: Vocabulary):
         self._weight, self._vocabulary = weight, vocabulary
         self._scale = math.log2(math.e) / vocabulary.temperature
+        self._cap = None if vocabulary.softcap is None else vocabulary.softcap * self._scale  # of s
 
     def target_logits(self, hidden: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
         """[n] s_y of the `rows` of hidden states [T, H]; 0 where another rank owns the target."""
@@ -49,21 +51,23 @@ class ScaledExp:
         logits = hidden.new_empty(len(rows), dtype=logits_dtype(hidden))
         for part in products.slices(len(rows), products.chunk_rows(self._weight, 1)):
             states, of_targets = hidden.index_select(0, rows[part]), self._weight.index_select(0, local[part])
-            logits[part] = (states.to(logits.dtype) * of_targets.to(logits.dtype)).sum(dim=1) * self._scale
+            x = (states.to(logits.dtype) * of_targets.to(logits.dtype)).sum(dim=1)
+            logits[part] = self._vocabulary.capped(x) * self._scale
         return torch.where(owned, logits, 0)
 
     def product(self, states: Tensor, target_logits: Tensor, targets: Tensor, scaled: Tensor) -> Tensor:
-        """[c] S of this rank's columns. Fills `scaled` [c, V / tp] with E, 0 at targets and in padding."""
+        """[c] S of this rank's columns. Fills `scaled` [c, V / tp] with E dz/dx, 0 at targets and in padding."""
         local, owned = self._vocabulary.owned(targets)
         sums = torch.empty_like(target_logits)
         for part in products.slices(len(states), products.chunk_rows(self._weight, 1)):
-            z = products.product(states[part], self._weight.t(), target_logits.dtype)
-            e = (z * self._scale - (target_logits[part, None] + HEADROOM)).clamp_(max=LIMIT).exp2_()
+            x = products.product(states[part], self._weight.t(), target_logits.dtype)
+            s = self._vocabulary.capped(x) * self._scale
+            e = (s - (target_logits[part, None] + HEADROOM)).clamp_(max=LIMIT).exp2_()
             e[:, self._vocabulary.valid :] = 0
             at = local[part, None]
             e.scatter_(1, at, torch.where(owned[part, None], 0, e.gather(1, at)))
-            scaled[part] = e.to(scaled.dtype)
             sums[part] = e.sum(dim=1)
+            scaled[part] = self._vocabulary.through_cap(e, x).to(scaled.dtype)
         return sums
 
     def logprobs(self, shares: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,12 +80,13 @@ class ScaledExp:
         states: Tensor,
         scaled: Tensor,
         targets: Tensor,
+        target_logits: Tensor,
         sums: Tensor,
         slopes: Tensor,
         v: Tensor,
         output: ScaledExpOutput,
     ) -> None:
-        """Fills `v` [c], writes E at the targets and v ∘ x over the states x [c, H].
+        """Fills `v` [c], writes E dz/dx at the targets and v ∘ x over the states x [c, H].
 
         If a row's loss depends on a log-probability that S does not determine, v and the row's output become NaN. A
         slope of 0 shows independence only for a ratio below 1: the true ratio may be below a ratio above 1.
@@ -94,7 +99,8 @@ class ScaledExp:
         v.copy_((unknown - slopes) / (sums + 2.0**-HEADROOM) / self._vocabulary.temperature)
         local, owned = self._vocabulary.owned(targets)
         at = local[:, None]
-        scaled.scatter_(1, at, torch.where(owned[:, None], -sums[:, None].to(scaled.dtype), scaled.gather(1, at)))
+        of_targets = -sums if self._cap is None else sums * ((target_logits / self._cap) ** 2 - 1)
+        scaled.scatter_(1, at, torch.where(owned[:, None], of_targets[:, None].to(scaled.dtype), scaled.gather(1, at)))
         states.copy_(v[:, None] * states)
 
     def scatter(self, product: Tensor, v: Tensor, rows: Tensor, of_hidden: Tensor) -> None:

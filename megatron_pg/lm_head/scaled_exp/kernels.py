@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_pg.kernels import Vocabulary
-from megatron_pg.kernels.triton.tiles import FUSED, LN2
+from megatron_pg.kernels.triton.tiles import FUSED, LN2, softcapped, through_cap
 from megatron_pg.lm_head.scaled_exp.head import HEADROOM, LIMIT, ScaledExp, ScaledExpOutput
 
 _HEADROOM, _LIMIT, _MOST = tl.constexpr(HEADROOM), tl.constexpr(LIMIT), tl.constexpr(2.0**LIMIT)
@@ -59,10 +59,8 @@ class TritonScaledExp(ScaledExp):
         """By a kernel, a program per row."""
         logits = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
         where = self._vocabulary.valid, self._vocabulary.first
-        width = hidden.shape[1]
-        target_kernel[(len(rows),)](
-            hidden, self._weight, rows, targets, logits, *where, width, self._scale, BLOCK=WIDTH, **FUSED
-        )
+        width, options = hidden.shape[1], {"CAP": self._vocabulary.softcap, "BLOCK": WIDTH} | FUSED
+        target_kernel[(len(rows),)](hidden, self._weight, rows, targets, logits, *where, width, self._scale, **options)
         return logits
 
     def product(self, states: Tensor, target_logits: Tensor, targets: Tensor, scaled: Tensor) -> Tensor:
@@ -76,7 +74,7 @@ class TritonScaledExp(ScaledExp):
             TensorDescriptor.from_tensor(scaled, [t.rows, t.columns // t.parts]),
         )
         sizes = count, columns, self._vocabulary.valid, states.shape[1], self._vocabulary.first, self._scale
-        options = t.constants | {"num_warps": t.warps, "num_stages": t.stages} | FUSED
+        options = t.constants | {"num_warps": t.warps, "num_stages": t.stages, "CAP": self._vocabulary.softcap} | FUSED
         launch = scaled_exp_kernel[(min(tiles[0] * tiles[1], t.programs * _multiprocessors(states.device)),)]
         launch(*described, target_logits, targets, sums, *sizes, **options)
         return sums.sum(dim=0)
@@ -95,6 +93,7 @@ class TritonScaledExp(ScaledExp):
         states: Tensor,
         scaled: Tensor,
         targets: Tensor,
+        target_logits: Tensor,
         sums: Tensor,
         slopes: Tensor,
         v: Tensor,
@@ -103,8 +102,9 @@ class TritonScaledExp(ScaledExp):
         """By a kernel, a program per row."""
         where = self._vocabulary.valid, self._vocabulary.first
         scalars = scaled.stride(0), states.shape[1], 1.0 / self._vocabulary.temperature
+        of_cap = None if self._cap is None else target_logits
         weigh_kernel[(len(states),)](
-            states, scaled, targets, sums, slopes, v, *output, *where, *scalars, BLOCK=WIDTH, **FUSED
+            states, scaled, targets, of_cap, sums, slopes, v, *output, *where, *scalars, self._cap, BLOCK=WIDTH, **FUSED
         )
 
     def scatter(self, product: Tensor, v: Tensor, rows: Tensor, of_hidden: Tensor) -> None:
@@ -118,8 +118,10 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit(do_not_specialize=["first"])
-def target_kernel(hidden, weight, rows, targets, target_logits, valid, first, width, c, BLOCK: tl.constexpr):
-    """One row per program: c x·W[y], 0 where the target is not here."""
+def target_kernel(
+    hidden, weight, rows, targets, target_logits, valid, first, width, c, CAP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One row per program: c x·W[y], capped before c, 0 where the target is not here."""
     at = tl.program_id(0)
     row = tl.load(rows + at).to(tl.int64)
     local = tl.load(targets + at) - first
@@ -130,7 +132,13 @@ def target_kernel(hidden, weight, rows, targets, target_logits, valid, first, wi
         here = (column < width) & owned
         x = tl.load(hidden + row * width + column, here, 0.0).to(tl.float32)
         products = tl.fma(x, tl.load(weight + local * width + column, here, 0.0).to(tl.float32), products)
-    tl.store(target_logits + at, tl.sum(products, 0) * c)
+    tl.store(target_logits + at, softcapped(tl.sum(products, 0), CAP) * c)
+
+
+@triton.jit
+def _exponential(z, c, offset):
+    """2^(c z - offset), bounded; NaN must come through."""
+    return tl.exp2(tl.minimum(tl.fma(z, c, -offset[:, None]), _LIMIT, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit(do_not_specialize=["rows", "first"])
@@ -152,10 +160,11 @@ def scaled_exp_kernel(
     K: tl.constexpr,
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """scaled[i, j] = 2^(c z_ij - target_logits[i] - 60), 0 at targets and padding, and unrounded sums of them.
 
-    The sums are [tiles of columns, rows].
+    The sums are [tiles of columns, rows]. With a softcap what is stored is multiplied by dz/dx.
     """
     tiles_m, tiles_n = tl.cdiv(rows, M), tl.cdiv(columns, N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
@@ -170,13 +179,21 @@ def scaled_exp_kernel(
         here = row < rows
         offset = tl.load(target_logits + row, here, 0.0) + _HEADROOM
         target = (tl.load(targets + row, here, -1) - first - j * N).to(tl.int32)
-        # NaN must come through
-        e = tl.exp2(tl.minimum(tl.fma(z, c, -offset[:, None]), _LIMIT, propagate_nan=tl.PropagateNan.ALL))
+        if CAP is None:
+            e = _exponential(z, c, offset)
         holds_target = tl.max(((target >= 0) & (target < N)).to(tl.int32), 0) != 0
         if holds_target | (j * N + N > valid):
             column = tl.arange(0, N)[None, :]
-            e = tl.where((column != target[:, None]) & (column < valid - j * N), e, 0.0)
+            here_too = (column != target[:, None]) & (column < valid - j * N)
+            if CAP is None:
+                e = tl.where(here_too, e, 0.0)
+            else:  # of z and e only one fits in the registers
+                z = tl.where(here_too, z, float("-inf"))
+        if CAP is not None:
+            z = softcapped(z, CAP)
+            e = _exponential(z, c, offset)
         tl.store(sums + j.to(tl.int64) * rows + row, tl.sum(e, 1), here)
+        e = through_cap(e, z, CAP)
         dtype: tl.constexpr = scaled.dtype
         if PARTS == 1:
             scaled.store([i, j * N], e.to(dtype))
@@ -211,6 +228,7 @@ def weigh_kernel(
     states,
     scaled,
     targets,
+    target_logits,
     sums,
     slopes,
     v,
@@ -222,6 +240,7 @@ def weigh_kernel(
     scaled_stride,
     width,
     inverse_temperature,
+    CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One row per program: v, E at the target, and v x over x; NaN if the loss depends on what S does not tell."""
@@ -235,7 +254,11 @@ def weigh_kernel(
         tl.store(log_ratios + row, float("nan"))
     tl.store(v + row, factor)
     local = tl.load(targets + row) - first
-    tl.store(scaled + row * scaled_stride + local, (-total).to(scaled.dtype.element_ty), (local >= 0) & (local < valid))
+    owned = (local >= 0) & (local < valid)
+    of_target = -total
+    if CAP is not None:
+        of_target = through_cap(of_target, tl.load(target_logits + row), CAP)
+    tl.store(scaled + row * scaled_stride + local, of_target.to(scaled.dtype.element_ty), owned)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(states + row * width + column, column < width, 0.0).to(tl.float32)

@@ -56,7 +56,12 @@ def _compute(k: SimpleNamespace) -> None:
     targets = k.targets[mask]
     old, advantages, weights, _, other, kl_weights, bonus_weights = (values[mask].float() for values in k.fields)
     kl_coef, entropy_coef = k.coefficients
-    log_p = (k.logits[mask, : k.columns].float() * (k.c * math.log(2))).log_softmax(1)
+    assert k.KIND.is_pair == (k.logits.dtype == torch.bfloat16)
+    x = k.logits[mask, : k.columns].float()
+    z, cap_slope = (
+        (x, 1.0) if k.KIND.cap is None else (k.KIND.cap * (x / k.KIND.cap).tanh(), (x / k.KIND.cap).cosh() ** -2)
+    )
+    log_p = (z * (k.c * math.log(2))).log_softmax(1)
     exists = (targets >= 0) & (targets < k.columns)
     at = torch.where(exists, targets, 0)[:, None]
     logprobs = torch.where(exists, log_p.gather(1, at)[:, 0], torch.nan)
@@ -79,4 +84,4 @@ def _compute(k: SimpleNamespace) -> None:
         bonus = entropy_coef * bonus_weights * k.grad_scale
         gradient += bonus[:, None] * torch.where(log_p > -math.inf, log_p.exp() * (log_p + entropy[:, None]), 0)
     k.gradients[:, : k.columns] = 0
-    k.gradients[mask, : k.columns] = gradient.to(k.gradients.dtype)
+    k.gradients[mask, : k.columns] = (gradient * cap_slope).to(k.gradients.dtype)
