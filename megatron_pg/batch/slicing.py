@@ -35,6 +35,24 @@ class DepthFields:
     targets: Tensor  # [T] int64, global ids
     weights: Tensor  # [T] float64, 0 where nothing is trained
     trained: Tensor  # [n] int64, rows whose target is trained
+    sources: Tensor  # [n] int64, rows at which the policy predicts that target: of this rank, or T + that of `Remote`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Remote:
+    """Rows at which the policy predicts what a depth predicts on another context-parallel rank; the same on each."""
+
+    rows: Tensor  # [m] int64, of this rank's
+    slots: Tensor  # [m] int64, their places among the rows of all ranks
+    size: int  # rows of all ranks
+    group: ProcessGroup | None  # the context-parallel group
+
+    def exchange(self, values: Tensor) -> Tensor:
+        """[size, n] of all ranks from this rank's values [T, n]; a collective if there is any."""
+        table = values.new_zeros(self.size, values.shape[1]).index_copy_(0, self.slots, values[self.rows])
+        if self.size:
+            torch.distributed.all_reduce(table, group=self.group)
+        return table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,6 +65,7 @@ class LocalBatch:
     whole: PackedBatch
     row_index: Tensor  # [W/C] int64, CPU: positions of the whole row
     depths: tuple[DepthFields, ...] = ()  # of multi-token prediction, from 1 on
+    remote: Remote | None = None  # of multi-token prediction
 
     @property
     def num_positions(self) -> int:
@@ -117,6 +136,7 @@ def slice_batch(
     if batch.qkv_format == "thd":
         inputs["boundaries"] = torch.tensor([0, *batch.padded_lengths]).cumsum(0).int()
     whole = _sequences(slots, counts, device, cp_group) if sequences else None
+    depths, remote = _depths_of(batch, index, depth_weights, known["mask"], (cp_size, cp_group), device)
     return LocalBatch(
         inputs=ModelInputs(**_on(device, **inputs)),
         fields=TokenFields.of(
@@ -126,10 +146,8 @@ def slice_batch(
         **_on(device, trained=flat["mask"].nonzero()[:, 0]),
         whole=batch,
         row_index=index,
-        depths=tuple(
-            _depth_fields(batch, index, depth, weights, known["mask"], device)
-            for depth, weights in enumerate(depth_weights, start=1)
-        ),
+        depths=depths,
+        remote=remote,
     )
 
 
@@ -150,13 +168,38 @@ def _rows_of(batch: PackedBatch, index: Tensor) -> Callable[[Tensor], Tensor]:
     return here
 
 
-def _depth_fields(
-    batch: PackedBatch, index: Tensor, depth: int, weights: Tensor, trained: Tensor, device: torch.device | str
-) -> DepthFields:
-    labels = batch.labels.flatten()[batch.response_positions]
-    rows = {"targets": labels, "weights": weights, "trained": trained}
-    flat = {name: _columns(batch.spread(values, depth), index) for name, values in rows.items()}
-    return DepthFields(**_on(device, **flat | {"trained": flat["trained"].nonzero()[:, 0]}))
+def _depths_of(
+    batch: PackedBatch,
+    index: Tensor,
+    weights: Sequence[Tensor],
+    trained: Tensor,
+    context: tuple[int, ProcessGroup | None],
+    device: torch.device | str,
+) -> tuple[tuple[DepthFields, ...], Remote | None]:
+    """`depths` and `remote`; weights [sum of R] of each depth, and which tokens are trained."""
+    if not weights:
+        return (), None
+    size, group = context
+    indices = [zigzag_index(batch.padded_lengths, cp_rank=rank, cp_size=size) for rank in range(size)]
+    owners = torch.zeros(batch.tokens.shape[1], dtype=torch.int64)
+    for rank, each in enumerate(indices):
+        owners[each] = rank
+    owners, at = owners.repeat(len(batch.tokens)), batch.response_positions
+    far = [batch.reached(d) & trained & (owners[at] != owners[at - d]) for d in range(1, len(weights) + 1)]
+    places = at[torch.stack(far).any(dim=0)]
+    numbers = _columns(torch.arange(batch.tokens.numel()).view(batch.tokens.shape), index)
+    rows_of = torch.full((batch.tokens.numel(),), -1).index_copy_(0, numbers, torch.arange(len(numbers)))
+    sources = rows_of.clone()
+    missing = rows_of[places] < 0
+    sources[places[missing]] = len(numbers) + torch.arange(len(places))[missing]
+    depths = []
+    for depth, own in enumerate(weights, start=1):
+        rows = {"targets": batch.labels.flatten()[at], "weights": own, "trained": trained, "sources": sources[at]}
+        flat = {name: _columns(batch.spread(values, depth), index) for name, values in rows.items()}
+        chosen = flat["trained"].nonzero()[:, 0]
+        depths.append(DepthFields(**_on(device, **flat | {"trained": chosen, "sources": flat["sources"][chosen]})))
+    remote = _on(device, rows=rows_of[places][~missing], slots=(~missing).nonzero()[:, 0])
+    return tuple(depths), Remote(**remote, size=len(places), group=group)
 
 
 def _sequences(slots: Tensor, counts: Tensor, device: torch.device | str, cp_group: ProcessGroup | None) -> Sequences:

@@ -4,6 +4,7 @@ IMPLEMENTATIONS = ("triton", "torch")  # of log-probabilities and loss
 METRIC_LEVELS = ("none", "basic", "with_entropy")
 AUX_AGGREGATIONS = ("default", "policy")  # weights of the KL and entropy terms
 MTP_AGGREGATIONS = ("token_mean", "policy")  # weights of multi-token prediction
+MTP_TARGETS = ("token", "policy")  # what multi-token prediction learns
 HEAD_MODES = ("forward", "recompute", "scaled_exp")  # how the fused head makes its gradient
 AT_ONCE = ("forward", "scaled_exp")  # the modes that make it with the loss
 HEAD_BACKWARDS = ("bf16", "split")  # how it rounds the gradient of the logits

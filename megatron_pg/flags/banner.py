@@ -115,8 +115,11 @@ def _term_rows(facts: Facts) -> list[tuple[str, str]]:
             if args.pg_mtp_aggregation == "token_mean"
             else "those of pg_loss, of its tokens"
         )
-        flags = f"--mtp-num-layers, --pg-mtp-aggregation {args.pg_mtp_aggregation}"
-        rows.append(("MTP", f"+ {factor}/{depths} Σ_d Σ v·ce_d, v = {weights}  ({flags})"))
+        loss = "ce_d" if args.pg_mtp_target == "token" else "KL(π‖π_d)"
+        flags = (
+            f"--mtp-num-layers, --pg-mtp-aggregation {args.pg_mtp_aggregation}, --pg-mtp-target {args.pg_mtp_target}"
+        )
+        rows.append(("MTP", f"+ {factor}/{depths} Σ_d Σ v·{loss}, v = {weights}  ({flags})"))
     if args.pg_grad_divisor != 1:
         divisor = f"{args.pg_grad_divisor:.12g}"
         same = f"with Adam the same without it: --clip-grad and --adam-eps times {divisor}"

@@ -9,7 +9,13 @@ import math
 from collections.abc import Mapping
 
 from megatron_pg.declarations import corrections, objectives
-from megatron_pg.declarations.choices import AUX_AGGREGATIONS, DENOMINATORS, MTP_AGGREGATIONS, OBJECTIVE_PARAMETERS
+from megatron_pg.declarations.choices import (
+    AUX_AGGREGATIONS,
+    DENOMINATORS,
+    MTP_AGGREGATIONS,
+    MTP_TARGETS,
+    OBJECTIVE_PARAMETERS,
+)
 from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS, OTHER_ESTIMATORS, CorrectionDeclaration
 from megatron_pg.declarations.declaration import ABOVE_ZERO, Number
 from megatron_pg.declarations.objectives import CLIP_EPS_HIGH, CLIP_EPS_LOW, OBJECTIVES, ObjectiveDeclaration
@@ -77,6 +83,11 @@ def add_weight_arguments(group: argparse._ArgumentGroup) -> None:
         "tokens of the step that it can predict. policy: by --loss-aggregation."
     )
     group.add_argument("--pg-mtp-aggregation", choices=MTP_AGGREGATIONS, default="token_mean", help=mtp_aggregation)
+    mtp_target = (
+        "What Megatron's --mtp-num-layers predict. token: the token of the sample, by cross-entropy. policy: the "
+        "policy's own distribution of that token, by the forward KL divergence, with no gradient to that distribution."
+    )
+    group.add_argument("--pg-mtp-target", choices=MTP_TARGETS, default="token", help=mtp_target)
     grad_divisor = "Divides the gradient, not the reported loss. Default 1 (docs/objectives.md: parity with DeepSpeed)."
     group.add_argument("--pg-grad-divisor", type=float, default=1.0, metavar="G", help=grad_divisor)
 
@@ -113,6 +124,7 @@ def objective_violations(facts: Facts) -> Violations:
     yield from _correction_rules(facts)
     yield from _auxiliary_rules(args)
     yield from choice("--pg-mtp-aggregation", args.pg_mtp_aggregation, MTP_AGGREGATIONS)
+    yield from choice("--pg-mtp-target", args.pg_mtp_target, MTP_TARGETS)
     yield from _prediction_rules(facts)
     yield from _denominator_rules(facts)
 
@@ -182,14 +194,12 @@ def _auxiliary_rules(args: argparse.Namespace) -> Violations:
 
 
 def _prediction_rules(facts: Facts) -> Violations:
-    if facts.args.pg_mtp_aggregation != "policy":
-        return
-    if not facts.megatron("mtp_num_layers"):
+    given = {"aggregation": facts.args.pg_mtp_aggregation, "target": facts.args.pg_mtp_target}
+    for name in [name for name, value in given.items() if value == "policy" and not facts.megatron("mtp_num_layers")]:
         yield (
-            "E40 --pg-mtp-aggregation policy has no effect without --mtp-num-layers; remove it or give the number of "
-            "layers"
+            f"E40 --pg-mtp-{name} policy has no effect without --mtp-num-layers; remove it or give the number of layers"
         )
-    if facts.reducer_path is not None:
+    if given["aggregation"] == "policy" and facts.reducer_path is not None:
         yield (
             "E43 --pg-mtp-aggregation policy needs weights that --custom-pg-loss-reducer-function-path does not "
             "compute for multi-token prediction; use token_mean"

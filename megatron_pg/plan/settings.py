@@ -49,6 +49,7 @@ class LossSettings:
     teacher_head: TeacherHead | None = None  # of the teacher whose hidden states samples carry
     mtp_depths: int = 0  # of the model's multi-token prediction
     mtp_aggregation: str = "token_mean"  # or "policy"
+    mtp_target: str = "token"  # or "policy"
     metrics: Reduction
     warns_of_mismatch: bool = True  # while trainer and rollout engine disagree
     arguments: tuple[tuple[str, str], ...] = ()  # the validated flags with their values
@@ -95,6 +96,7 @@ class LossSettings:
             impl=_impl(args),
             mtp_depths=depths,
             mtp_aggregation=args.pg_mtp_aggregation,
+            mtp_target=args.pg_mtp_target,
             metrics=metrics_of(
                 args.pg_metrics, terms, correction, depths, masks_missing=args.pg_sampling_mask_missing == "mask"
             ),

@@ -15,14 +15,30 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch
-from megatron_pg.lm_head.output_layer import DeferredHead, check_layer, check_softcap, compute_in_float32, softcap_of
+from megatron_pg.lm_head.inputs import enter
+from megatron_pg.lm_head.output_layer import (
+    DeferredHead,
+    HeadCall,
+    check_layer,
+    check_softcap,
+    compute_in_float32,
+    softcap_of,
+)
 from megatron_pg.lm_head.teacher_file import TeacherHead
 from megatron_pg.plan.errors import ScheduleError
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.loss import Diagnostics, microbatch_head_loss, microbatch_loss
 from megatron_pg.step.loss_scaling import LossScaling
-from megatron_pg.step.mtp import DepthLoss, depth_head_loss, depth_loss, totals_of
+from megatron_pg.step.mtp import (
+    DepthLoss,
+    Policy,
+    depth_divergence,
+    depth_head_divergence,
+    depth_head_loss,
+    depth_loss,
+    totals_of,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +47,7 @@ class _Forward:
 
     local: LocalBatch
     depths: list[DepthLoss] = field(default_factory=list)  # of multi-token prediction, which is called first
+    waiting: list[Tensor | HeadCall] = field(default_factory=list)  # of depths whose target is the policy
 
 
 class ModelLoss:
@@ -124,13 +141,14 @@ class ModelLoss:
 
     def _of_policy(self, forward: _Forward, logits: Tensor, deferred: DeferredHead | None) -> Tensor:
         local, depths = forward.local, forward.depths
-        if len(depths) != len(local.depths):
+        if (made := len(depths) + len(forward.waiting)) != len(local.depths):
             raise ScheduleError(
-                f"the model made {len(depths)} of {len(local.depths)} predictions of --mtp-num-layers before its own, "
+                f"the model made {made} of {len(local.depths)} predictions of --mtp-num-layers before its own, "
                 "so the losses of the others are lost; use a release of megatron-core that docs/parallelism.md lists"
             )
-        scale, totals = self._scaling.grad_scale, totals_of(depths, self._plan, self._mtp_factor)
         call = deferred.take(logits) if deferred else None
+        self._learn_from_policy(forward, logits if call is None else call)
+        scale, totals = self._scaling.grad_scale, totals_of(depths, self._plan, self._mtp_factor)
         if call is not None:
             weight = self._teacher_weight
             total, diagnostics = microbatch_head_loss(
@@ -154,17 +172,38 @@ class ModelLoss:
     def _of_depth(self, forward: _Forward, labels: Tensor, logits: Tensor, deferred: DeferredHead | None) -> Tensor:
         """[b, s] cross-entropies for Megatron's own log; detached, so that Megatron does not train on them."""
         known, done = forward.local.depths, forward.depths
-        if len(done) == len(known):
+        if len(done) + len(forward.waiting) == len(known):
             raise ScheduleError(
                 f"the model makes more predictions than the {len(known)} of --mtp-num-layers, so one has no weight; "
                 "call validate_args after mtp_num_layers is final"
             )
+        if self._settings.mtp_target == "policy":
+            call = deferred.take(logits) if deferred else None
+            forward.waiting.append(_rows(logits) if call is None else call)
+            return logits.new_zeros(labels.shape, dtype=torch.float32)
         depth = known[len(done)]
         if deferred and (call := deferred.take(logits)):
             done.append(depth_head_loss(call, depth, self._settings))
         else:
             done.append(depth_loss(_rows(logits), depth, self._settings, self._tp_group))
         return done[-1].losses.view(labels.t().shape).t()
+
+    def _learn_from_policy(self, forward: _Forward, policy: Tensor | HeadCall) -> None:
+        """The losses of the depths in `waiting`, before the loss overwrites the policy's logits."""
+        local = forward.local
+        if not forward.waiting or local.remote is None:
+            return
+        if isinstance(policy, HeadCall):
+            with torch.no_grad():
+                hidden = enter(policy.hidden, policy.tp_group, policy.sequence_parallel).flatten(0, -2)
+            rows = Policy.of(hidden, local.remote)
+        else:
+            rows = Policy.of(_rows(policy), local.remote)
+        for made, depth in zip(forward.waiting, local.depths, strict=True):
+            if isinstance(made, HeadCall):
+                forward.depths.append(depth_head_divergence(made, rows, depth, self._settings))
+            else:
+                forward.depths.append(depth_divergence(made, rows, depth, self._settings, self._tp_group))
 
 
 def _keep_the_embeddings_gradient(model: Any) -> None:

@@ -289,7 +289,7 @@ def scaled_exp() -> Iterator[Build]:
     from megatron_pg.lm_head.scaled_exp.kernels import Tiles, scaled_exp_kernel
 
     for width, cap in itertools.product((1024, 2048, 4096, 8192), (None, CAP)):
-        tiles = Tiles.of_width(width)
+        tiles = Tiles.of_width(width, is_capped=cap is not None)
         yield Build(
             f"scaled_exp {width}{capped(cap)}",
             scaled_exp_kernel,

@@ -3,7 +3,8 @@ loops.
 
 Written from the definition: depth d of N predicts response token k at d positions before the policy's own prediction of
 it, where the sample has that position; its cross-entropies have the weight λ/(N n_d) each, n_d their number in the
-step, or λ/N times what the aggregation over the tokens of that depth gives.
+step, or λ/N times what the aggregation over the tokens of that depth gives. With the policy as target, a token has
+Σ_v p_v log(p_v / q_v) instead, with p what the policy itself predicts for that token, without gradient.
 """
 
 from collections import defaultdict
@@ -50,6 +51,7 @@ def backward(
     depths: int,
     factor: float,
     own: bool,
+    of_policy_target: bool = False,
 ) -> dict[str, float]:
     """Adds the step's gradient to every parameter of a GPTModel on one rank; the metrics of multi-token prediction."""
     total, mean, accepted, counted = torch.zeros((), dtype=torch.float64), 0.0, 0, 0
@@ -69,11 +71,17 @@ def backward(
         for depth in range(1, depths + 1):
             for position, token in predicted(sample, depth):
                 row = logprobs[depth - 1][position]
-                total = total - factor / depths * of_depth[depth - 1][i] * row[token]
-                mean -= float(row[token]) * of_depth[depth - 1][i] / depths
+                value = divergence(logprobs[-1][position + depth].detach(), row) if of_policy_target else -row[token]
+                total = total + factor / depths * of_depth[depth - 1][i] * value
+                mean += float(value.detach()) * of_depth[depth - 1][i] / depths
                 accepted, counted = accepted + int(row.argmax() == token), counted + 1
     total.backward()
     return {"mtp_loss": mean, "mtp_acceptance": accepted / counted, "loss": float(total.detach())}
+
+
+def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Σ_v p_v log(p_v / q_v) of one row."""
+    return (log_p.exp() * (log_p - log_q)).sum()
 
 
 def _logprobs(model: Any, sample: Any) -> list[Tensor]:

@@ -129,7 +129,7 @@ class Settings:
     divisor: float | None = None  # L of constant
     temperature: float = 1.0
     softcap: float | None = None  # of the logits, before the temperature
-    teacher_softcap: float | None = None  # of the logits of a teacher over the whole vocabulary
+    teacher_softcap: float | None = None  # of the logits of a teacher over the whole vocabulary; 0: none
     correction: str = "none"
     correction_low: float | None = None
     correction_high: float | None = None  # opsm: the threshold, nats per token
@@ -387,7 +387,7 @@ def teacher_row(document: Document, row: int, term: Term, settings: Settings) ->
     options = {"temperature": settings.temperature, "share": term.share}
     if term.kind.startswith("full_"):
         teacher, cap = document.whole[row], settings.teacher_softcap
-        teacher = teacher if cap is None else token_oracle.softcapped(teacher, cap)[0]
+        teacher = token_oracle.softcapped(teacher, cap)[0] if cap else teacher
         return token_oracle.full_divergence(term.kind, document.logits[row], teacher, **options)
     options["floor"] = settings.tail_floor
     return token_oracle.topk_divergence(term.kind, document.logits[row], *document.topk[row], **options)
@@ -403,7 +403,7 @@ def run(documents: Sequence[Document], settings: Settings) -> StepResult:
         ValueError: no loss of the step has a token, a trained value is not finite, or a field is missing.
     """
     if settings.softcap is not None:
-        return _capped(documents, settings)
+        return _of_capped(documents, settings)
     gradients = [np.zeros(np.shape(document.logits)) for document in documents]
     terms, weights = {}, {}
     of_policy: list[float | None] = [None] * len(documents)
@@ -422,15 +422,19 @@ def run(documents: Sequence[Document], settings: Settings) -> StepResult:
     )
 
 
-def _capped(documents: Sequence[Document], settings: Settings) -> StepResult:
+def capped(documents: Sequence[Document], cap: float | None) -> list[Document]:
+    """The documents with capped logits."""
+    if cap is None:
+        return list(documents)
+    return [replace(each, logits=token_oracle.softcapped(np.asarray(each.logits), cap)[0]) for each in documents]
+
+
+def _of_capped(documents: Sequence[Document], settings: Settings) -> StepResult:
     """Of capped logits, with the gradient by the logits before the cap."""
-    pairs = [
-        token_oracle.softcapped(np.asarray(document.logits, np.float64), settings.softcap) for document in documents
-    ]
-    capped = [replace(document, logits=z) for document, (z, _) in zip(documents, pairs, strict=True)]
-    found = run(capped, replace(settings, softcap=None))
-    slopes = [np.where(gradient == 0, 0.0, s) for gradient, (_, s) in zip(found.gradients, pairs, strict=True)]
-    return replace(found, gradients=[own * s for own, s in zip(found.gradients, slopes, strict=True)])
+    found = run(capped(documents, settings.softcap), replace(settings, softcap=None))
+    slopes = [token_oracle.softcapped(np.asarray(each.logits), settings.softcap)[1] for each in documents]
+    pairs = zip(found.gradients, slopes, strict=True)
+    return replace(found, gradients=[np.where(gradient == 0, 0.0, gradient * s) for gradient, s in pairs])
 
 
 def _policy(documents: Sequence[Document], settings: Settings, gradients: Sequence[np.ndarray]) -> TermResult:

@@ -70,6 +70,49 @@ def test_a_teachers_whole_vocabulary_equals_the_oracle(layout, full, evidence):
         evidence(cases=len(found), worst=worst_of(found, layout, rng, LIMIT), tolerance=LIMIT)
 
 
+def with_softcap(rng: random.Random, case: StepCase) -> StepCase:
+    """The case with a softcap that some logits are beyond; its teacher has one, or 0."""
+    of_teacher = rng.choice([0.0, 1.5, 4.0]) if any(term.kind in term_cases.FULL for term in case.asked.terms) else None
+    asked = dataclasses.replace(case.asked, softcap=rng.choice([1.0, 2.0, 30.0]), teacher_softcap=of_teacher)
+    loss = term_cases.loss_of(asked, case.keeps_entropy)
+    return dataclasses.replace(case, asked=asked, loss=loss)
+
+
+@pytest.mark.proof(
+    "Logit softcap over layouts, float64: loss, gradient and sums of any terms within 1e-12 of the oracle"
+)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_softcap_equals_the_oracle(layout, full, evidence):
+    """1,000 steps in the full tier."""
+    for block in range(7 if full else 1):
+        rng = random.Random(f"softcap {layout} {block}")
+        found = [with_softcap(rng, case) for case in drawn(layout, block)[: 18 if full else 3]]
+        evidence(cases=len(found), worst=worst_of(found, layout, rng, LIMIT), tolerance=LIMIT)
+
+
+@pytest.mark.proof("Logit softcap with a sampling mask, float64: within 1e-12 of the oracle")
+@pytest.mark.parametrize("layout", LAYOUTS[::3], ids=str)
+def test_a_softcap_with_a_sampling_mask_equals_the_oracle(layout, full, evidence):
+    for block in range(5 if full else 1):
+        rng = random.Random(f"masked softcap {layout} {block}")
+        found = [with_softcap(rng, term_cases.random_masked_case(rng)) for _ in range(10 if full else 2)]
+        evidence(cases=len(found), worst=worst_of(found, layout, rng, LIMIT), tolerance=LIMIT)
+
+
+@pytest.mark.proof(
+    "Fused head with a logit softcap, a teacher's whole vocabulary too, float64: within 1e-12 of the oracle"
+)
+@pytest.mark.parametrize("layout", LAYOUTS[2::2], ids=str)
+@pytest.mark.usefixtures("through_the_fused_head")
+def test_the_fused_head_with_a_softcap_equals_the_oracle(layout, full, evidence):
+    for block in range(10 if full else 1):
+        rng = random.Random(f"fused softcap {layout} {block}")
+        found = [with_softcap(rng, case) for case in drawn(layout, block)[:3]]
+        full_terms = [term_cases.random_case(rng, terms=term_cases.full_terms(rng)) for _ in range(2)]
+        found += [with_softcap(rng, case) for case in full_terms]
+        evidence(cases=len(found), worst=worst_of(found, layout, rng, LIMIT), tolerance=LIMIT)
+
+
 def what_occurs(case: StepCase) -> set[str]:
     asked, wanted = case.asked, case.wanted.terms
     masks = [

@@ -36,9 +36,12 @@ class Tiles:
     programs: int = 1  # per multiprocessor: while one of two ends its tile, the other one multiplies
 
     @classmethod
-    def of_width(cls, width: int) -> "Tiles":
-        """The fastest measured on an H200 (docs/benchmarks.md): the end of a tile costs less the wider its sums are."""
-        if width < 4096:
+    def of_width(cls, width: int, *, is_capped: bool = False) -> "Tiles":
+        """The fastest measured on an H200 (docs/benchmarks.md): the end of a tile costs less the wider its sums are.
+
+        Only the narrow tile has registers for a softcap.
+        """
+        if width < 4096 or is_capped:
             return cls(columns=128, warps=4, programs=2)
         return cls() if width < 8192 else cls(group=16)
 
@@ -53,7 +56,7 @@ class TritonScaledExp(ScaledExp):
 
     def __init__(self, weight: Tensor, vocabulary: Vocabulary):
         super().__init__(weight, vocabulary)
-        self._tiles = Tiles.of_width(weight.shape[1])
+        self._tiles = Tiles.of_width(weight.shape[1], is_capped=vocabulary.softcap is not None)
 
     def target_logits(self, hidden: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
         """By a kernel, a program per row."""

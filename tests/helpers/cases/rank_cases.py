@@ -42,12 +42,14 @@ FAST = [
     tp2s-constant-fused-kept cp2t-sample_mean-kept tp2-token_mean-recompute-kept
     dp2-constant-klcov cp2t-token_mean-klcov tp2s-sample_mean-fused-klcov pp2v-prompt_mean-klcov
     dp2-prompt_mean-dist dp2-constant-tied-dist-overlap dp2-sample_mean-uneven
+    cp2t-token_mean-capped tp2s-constant-capped-fused-tied pp2-prompt_mean-gemma tp2-sample_mean-gemma-fused
+    pp2v-token_mean-gemma-recompute tp2s-constant-gemma-fp32-tied dp2-sample_mean-gemma-gspo-recompute
     """),
 ]
 # without the entropy that the other cases report
 SCALED_EXP = words("""
     tp2s-constant-scaled_exp tp2-sample_mean-scaled_exp-tied pp2v-token_mean-scaled_exp
-    dp2-constant-scaled_exp-dist-overlap
+    dp2-constant-scaled_exp-dist-overlap tp2s-constant-capped-scaled_exp pp2-sample_mean-gemma-scaled_exp
 """)
 # the gradient of the router's own losses alone, in a step of PARTS micro-batches; each is run alone for comparison
 PARTS = 4
@@ -79,6 +81,8 @@ FULL_4 = crossed(FOUR, EVERY_MODE, ". tied-dist-overlap fused-tied-dist-overlap"
 FULL_4 += crossed("ep4 dp4ep2 ep2pp2 ep2cp2", EVERY_MODE, "experts", ". dist-overlap")
 REFERENCES = crossed("dp1", EVERY_MODE, ". tied gspo experts terms klcov")
 ALIKE = REFERENCES[::7]  # every mode and every option once
+# capped: logits with a softcap, by the flag; gemma: by the forward of the output layer, which is detected
+REFERENCES += [*crossed("dp1", EVERY_MODE, "capped"), "dp1-constant-tied-capped", "dp1-sample_mean-capped-gspo"]
 # mtp and mtp2: one and two depths of multi-token prediction, own: with the weights of the aggregation. A reference in
 # one process for each, which is compared with loops over the samples.
 MTP = words("""
@@ -90,6 +94,9 @@ MTP = words("""
     ep2-token_mean-experts-mtp ep2-sample_mean-experts-mtp-fused
     dp2-token_mean-mtp-hybrid cp2t-token_mean-mtp-fused-hybrid pp2-constant-mtp2-hybrid
     tp2s-constant-mtp2-recompute-hybrid
+    dp2-token_mean-mtp-policy dp2t-prompt_mean-mtp-own-policy-uneven cp2-constant-mtp2-policy
+    cp2t-token_mean-mtp2-policy-fused cp2t-constant-mtp-own-policy tp2s-constant-mtp2-policy-recompute
+    pp2-token_mean-mtp-policy tp2-token_mean-mtp-policy-gemma-fused cp2t-token_mean-mtp-policy-gemma
 """)
 MTP_FULL = [
     *crossed(TWO, EVERY_MODE, "mtp mtp2", ". fused recompute fp32-tied"),
@@ -99,8 +106,13 @@ MTP_FULL = [
 ]
 MTP_REFERENCES = crossed("dp1", EVERY_MODE, "mtp mtp2 mtp-own mtp2-own tied-mtp tied-mtp2 experts-mtp")
 MTP_REFERENCES += ["dp1-token_mean-mtp-hybrid", "dp1-constant-mtp2-hybrid"]
+# policy: the target is the policy's own distribution
+MTP_REFERENCES += words("""
+    dp1-token_mean-mtp-policy dp1-prompt_mean-mtp-own-policy dp1-constant-mtp2-policy dp1-token_mean-mtp2-policy
+    dp1-constant-mtp-own-policy
+""")
 MTP_ORACLES = [f"{case}-oracle" for case in MTP_REFERENCES if "tied" not in case and "experts" not in case]
-MTP_REFERENCES += ["dp1-token_mean-mtp-terms", "dp1-token_mean-mtp-whole"]
+MTP_REFERENCES += ["dp1-token_mean-mtp-terms", "dp1-token_mean-mtp-whole", "dp1-token_mean-capped-mtp-policy"]
 # apart: the predictions' gradient ends at their own layers, from 0.19.2.
 MTP_LATER = ["dp2-token_mean-mtp-apart", "cp2t-token_mean-mtp-apart-fused", "tp2s-token_mean-mtp-apart-recompute"]
 MTP_LATER_REFERENCES = ["dp1-token_mean-mtp-apart", "dp1-token_mean-mtp-apart-oracle"]
@@ -204,7 +216,8 @@ FAULTS = {
     "pp2-constant-fused-telayer": "need Megatron's ColumnParallelLinear as the output "
     "layer, and it is rank_faults.TELayer",
     "pp2-constant-fused-softcap": "--pg-fused-head computes the product of the output layer "
-    "and nothing else, and rank_faults.Capped has",
+    "and a known softcap, and rank_faults.Capped has",
+    "pp2-constant-capped-softcap": "--pg-logit-softcap 0.4 is for logits that the model has not capped, and",
     **dict.fromkeys(
         words("pp2-constant-fused-scaled tp2-constant-fused-scaled dp2-constant-mtp-fused-scaled"),
         "ScheduleError: --pg-fused-head takes the hidden states of the output layer, and the model changes",
@@ -263,8 +276,9 @@ FAULTS = {
 
 def reference_of(case: str) -> str:
     parts = case.split("-")
-    known = words("tied gspo experts replay rope mtp mtp2 own apart terms whole klcov kept")
-    options = [name for name in known if name in parts[2:]]
+    known = words("tied capped gspo experts replay rope mtp mtp2 own policy apart terms whole klcov kept")
+    found = ["capped" if part == "gemma" else part for part in parts[2:]]  # the same softcap
+    options = [name for name in known if name in found]
     predicts = {"mtp", "mtp2"}.intersection(options)
     if predicts and "hybrid" in parts:  # its layers of prediction are others than a GPTModel's
         options.append("hybrid")

@@ -188,7 +188,7 @@ class StepCase:
         assert metrics["num_tokens"] == policy.num_tokens
         assert metrics["num_rollouts"] == policy.num_rollouts
         assert metrics.get("reward") == self._mean_reward
-        means = metric_oracle.token_metrics(self.documents, self.asked)
+        means = metric_oracle.token_metrics(step_oracle.capped(self.documents, self.asked.softcap), self.asked)
         for name in MEANS:
             assert (name in means) == (name in metrics), name
             if name in means:
@@ -334,6 +334,7 @@ def settings_of(asked: Settings) -> LossSettings:
         divisor=asked.divisor,
         reducer=root_length_reducer if is_custom else None,
         temperature=asked.temperature,
+        softcap=asked.softcap,
         terms=terms,
         correction=Correction(name=asked.correction, low=low, high=high),
         denominator=asked.denominator,

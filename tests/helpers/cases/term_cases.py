@@ -68,7 +68,7 @@ def loss_of(asked: Settings, keeps_entropy: bool = False) -> LossSettings:
         ArgumentError: they contradict each other.
     """
     floor = None if asked.tail_floor == USUAL_FLOOR else asked.tail_floor
-    texts = [flag_text(term, asked.temperature, floor) for term in asked.terms]
+    texts = [flag_text(term, asked.temperature, floor, asked.teacher_softcap) for term in asked.terms]
     texts += [] if asked.has_policy else ["rl:rl,weight=0"]
     is_custom, reads_hidden = asked.aggregation == CUSTOM, any(term.kind in FULL for term in asked.terms)
     low, high = asked.bounds
@@ -86,6 +86,7 @@ def loss_of(asked: Settings, keeps_entropy: bool = False) -> LossSettings:
         pg_aux_aggregation=asked.aux_aggregation,
         pg_grad_divisor=asked.grad_divisor,
         pg_temperature=asked.temperature,
+        pg_logit_softcap=asked.softcap,
         pg_term=texts or None,
         pg_fused_head="recompute" if reads_hidden else None,
         pg_metrics="with_entropy",
@@ -98,14 +99,14 @@ def loss_of(asked: Settings, keeps_entropy: bool = False) -> LossSettings:
         return LossSettings.from_args(validate_args(args))
 
 
-def flag_text(term: Term, temperature: float, tail_floor: float | None) -> str:
+def flag_text(term: Term, temperature: float, tail_floor: float | None, softcap: float | None = None) -> str:
     options = {name: getattr(term, name) for name in ("weight", "aggregation", "divisor", "on", "estimator")}
     if term.kind in TOPK:
         options |= {"temperature": temperature, "beta" if term.kind == "topk_jsd" else "alpha": term.share}
     if term.kind == "full_jsd":
         options |= {"beta": term.share}
     if term.kind in FULL:
-        options |= {"head": teacher_head()}
+        options |= {"head": teacher_head(), "softcap": softcap}
     if have_tail([term]):
         options |= {"tail_floor": tail_floor}
     return with_options(f"{term.name}:{term.kind}", **options)

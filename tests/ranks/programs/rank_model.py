@@ -49,7 +49,10 @@ OPTIONS = (
         "mtp",
         "mtp2",
         "own",
+        "policy",
         "apart",
+        "capped",
+        "gemma",
         "pieces",
         "terms",
         "kept",
@@ -69,7 +72,7 @@ class Layout:
     mixture of experts, which ep distributes over data-parallel ranks), losses of its router (auxloss, seqauxloss,
     zloss, or balance for all at once), activations (every layer is computed again in the backward), replay (the experts
     are the samples'), choice (they are the model's own), hybrid (a HybridModel), mtp and mtp2 (one and two depths of
-    multi-token prediction; own: with the weights of the aggregation; apart: they train their own layers only, from
+    multi-token prediction; own: with the weights of the aggregation; policy: against the policy's distribution; apart: they train their own layers only, from
     0.19.2), rope (rotary embeddings), dynamic (every micro-batch is cut over its own ranks), pieces (the model runs by
     a schedule plan, together with another backward), loss terms and whole (further losses, over a teacher's top-k
     tokens or its whole vocabulary).

@@ -29,6 +29,7 @@ import prediction_oracle
 import rank_faults
 import rank_model
 import torch
+from capped_layers import put_cap_into
 from compare import OF_RANKS
 from loop.routing_replay import MegatronReplay, chosen_experts
 from loss_terms import kl_and_entropy
@@ -175,6 +176,7 @@ def likeliest(sample: Sample, number: int) -> TokenSets:
     return TokenSets(ids=ids.int(), logprobs=logprobs)
 
 
+CAP = 0.4  # that most logits are near
 HEAD_MODES = {"fused": "forward", "scaled_exp": "scaled_exp", "recompute": "recompute"}
 
 
@@ -189,12 +191,14 @@ def settings(aggregation: str, options: frozenset[str] = frozenset()) -> LossSet
         per_token=aggregation == "token_mean",
         terms=LossTerms(objective=objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28), further=terms),
         temperature=1.0,
+        softcap=CAP if "capped" in options else None,
         impl="torch",
         float32_logits="fp32" in options,
         head_mode=next((mode for word, mode in HEAD_MODES.items() if word in options), by_default),
         teacher_head=teacher_head() if "whole" in options else None,
         mtp_depths=Layout("dp1", options).depths,
         mtp_aggregation="policy" if "own" in options else "token_mean",
+        mtp_target="policy" if "policy" in options else "token",
         metrics=Reduction(
             "basic" if "scaled_exp" in options else "with_entropy",
             {"clip", *(["mtp", "further"] if Layout("dp1", options).depths else [])},
@@ -294,6 +298,7 @@ def run_oracle(case: Case, out: Path) -> None:
     """The case's gradient and metrics by `prediction_oracle`, in one process."""
     (model,) = rank_model.build(case.layout, per_token=False)
     options = {"depths": case.layout.depths, "factor": rank_model.MTP_FACTOR, "own": "own" in case.layout.options}
+    options["of_policy_target"] = "policy" in case.layout.options
     divisor = DIVISOR if case.aggregation == "constant" else None
     metrics = prediction_oracle.backward(model, samples(), aggregation=case.aggregation, divisor=divisor, **options)
     for parameter in model.parameters():
@@ -319,6 +324,8 @@ def run_case(case: Case, out: Path) -> None:
     chunks = rank_model.build(case.layout, per_token=case.aggregation == "token_mean")
     rank_faults.change_model(case.fault, chunks[-1])
     for chunk in chunks:
+        if chunk.post_process and "gemma" in case.layout.options:
+            put_cap_into(chunk.output_layer, CAP)
         if chunk.post_process and case.fault != "detached":
             step.attach(chunk)
             rank_faults.change_prediction(case.fault, step, chunk)

@@ -95,7 +95,7 @@ def check(
     softcap: float | None = None,
     teacher_softcap: float | None = None,
 ) -> float:
-    """Loss, log-probabilities and gradients of all ranks against autograd in float64; the worst error over the limit."""
+    """Loss, log-probabilities and gradients of all ranks against autograd in float64; the worst error by its limit."""
     mask, is_stored = case.policy_loss.fields.mask.cpu(), source in ("stored", "inplace")
     hidden, weight, teacher_weight = (each.cpu().double() for each in tables)
     hidden = torch.where(mask[:, None], hidden, 0)

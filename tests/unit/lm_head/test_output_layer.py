@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 import threads
 import torch
+from capped_layers import Gemma2OutputLayer, put_cap_into
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 
 from megatron_pg.hosts.head import HostHead
-from megatron_pg.lm_head.output_layer import DeferredHead, check_layer, compute_in_float32
+from megatron_pg.lm_head.output_layer import DeferredHead, check_layer, check_softcap, compute_in_float32, softcap_of
 from megatron_pg.metrics import Reduction
 from megatron_pg.plan.errors import ScheduleError
 from megatron_pg.step.findings import gather_found
@@ -159,6 +160,46 @@ def test_a_forward_hook_is_noticed_where_it_changes_the_output(changes):
     check_layer(layer, is_fused=True)
     call = deferred.take(layer(torch.randn(3, 2, WIDTH))[0])
     assert bool(call.is_changed) == changes
+
+
+def bridge_layer(cap: float = CAP) -> ColumnParallelLinear:
+    layer = layer_of()
+    put_cap_into(layer, cap)
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("cap", [0.3, 30.1, 1e6])
+def test_the_softcap_of_megatron_bridge_is_detected_and_belongs_to_the_call(cap, dtype):
+    """It is not a change of what the layer returned; one more change is."""
+    layer = bridge_layer(cap).to(dtype)
+    assert softcap_of(layer) == cap
+    head, states = head_in(layer, "forward"), torch.randn(3, 2, WIDTH, dtype=dtype)
+    for change, is_changed in ((torch.Tensor.float, False), (lambda logits: logits * 0.9, True)):
+        call = head.take(change(layer(states)[0]))
+        assert call.softcap == cap
+        assert bool(call.is_changed) == is_changed
+
+
+def test_a_softcap_that_is_not_megatron_bridges_is_unknown():
+    unknown, instance, none = bridge_layer(), bridge_layer(), bridge_layer(0.0)
+    unknown.__class__ = type("ColumnParallelLinear", (Gemma2OutputLayer, Capped), {})  # caps a second time
+    own = instance.forward
+    instance.forward = lambda *args: own(*args)
+    assert [softcap_of(each) for each in (layer_of(), layer_of(Capped), unknown, instance, none)] == [None] * 5
+    for layer in (unknown, instance):
+        with pytest.raises(ValueError, match="computes the product of the output layer and a known softcap"):
+            check_layer(layer, is_fused=True)
+
+
+def test_the_flag_is_refused_where_the_layer_caps_or_may_cap():
+    for layer in (layer_of(), layer_of(Same)):
+        check_softcap(layer, 30.0)
+    check_softcap(layer_of(Capped), None)
+    with pytest.raises(ValueError, match=r"^--pg-logit-softcap 30 .* Linear caps logits at 0.5\. Remove the flag"):
+        check_softcap(bridge_layer(), 30.0)
+    with pytest.raises(ValueError, match=r"^--pg-logit-softcap 30 .* may change logits. Remove the flag"):
+        check_softcap(layer_of(Capped), 30.0)
 
 
 def test_two_models_in_turn_have_their_own_calls():

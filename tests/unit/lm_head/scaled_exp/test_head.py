@@ -54,10 +54,13 @@ def expected(
     policy_loss: PolicyLoss,
     temperature: float = 1.0,
     valid: int | None = None,
+    softcap: float = math.inf,
 ) -> tuple:
     """In float64, by autograd: log-probabilities and both gradients."""
     leaves = [each.detach().to(DEVICE, torch.float64, copy=True).requires_grad_() for each in (hidden, weight)]
-    log_p = ((leaves[0] @ leaves[1].t())[:, :valid] / temperature).log_softmax(1)
+    logits = (leaves[0] @ leaves[1].t())[:, :valid]
+    logits = softcap * torch.tanh(logits / softcap) if softcap < math.inf else logits
+    log_p = (logits / temperature).log_softmax(1)
     logprobs = log_p.gather(1, policy_loss.fields.targets[:, None])[:, 0]
     policy_loss(logprobs).loss.backward()
     return logprobs.detach(), *(leaf.grad for leaf in leaves)
@@ -162,7 +165,7 @@ def test_tiles_that_rows_columns_and_width_do_not_fill(rows, columns, valid, wid
     from megatron_pg.lm_head.scaled_exp import kernels as scaled_exp
 
     tiles = scaled_exp.Tiles(rows=16, columns=32, depth=16, group=2, parts=parts, warps=4, stages=2)
-    monkeypatch.setattr(scaled_exp.Tiles, "of_width", lambda width: tiles)
+    monkeypatch.setattr(scaled_exp.Tiles, "of_width", lambda *_, **__: tiles)
     monkeypatch.setattr(products, "block_rows", lambda *_: 48)
     hidden, weight = torch.randn(rows, width), torch.randn(columns, width) * width**-0.5
     fields = fields_of(rows, valid, ref_logprobs=torch.full((rows,), -5.0))
@@ -172,6 +175,35 @@ def test_tiles_that_rows_columns_and_width_do_not_fill(rows, columns, valid, wid
     assert (out.logprobs.double() - wanted).abs().max() <= 4e-6
     assert error(of_hidden, gradients[0]) <= 1e-6
     assert error(of_weight, gradients[1]) <= 1e-6
+    assert not of_weight[valid:].any()
+
+
+@pytest.mark.parametrize(("impl", "dtype"), IMPLS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_logits_with_a_softcap(impl, dtype, ranks, monkeypatch):
+    """Several tiles and blocks, padding, logits beyond the cap; ranks share the columns."""
+    if CUDA and ranks > 1:
+        pytest.skip("ranks are threads, on a CPU only")
+    monkeypatch.setattr(products, "block_rows", lambda *_: 24)
+    count_kernels(monkeypatch)  # the interpreter launches for one thread at a time
+    rows, columns, valid, cap = 40, 48, 45, 2.5
+    hidden, weight = torch.randn(rows, 32), torch.randn(columns, 32)
+    hidden, weight = (each.to(dtype) for each in (hidden, weight / 2))
+    policy_loss = loss_of(fields_of(rows, valid), "reinforce")
+    options = {"temperature": 0.7, "vocab_size": valid, "softcap": cap}
+
+    def work(rank: int) -> tuple:
+        group = threads.subgroup(lambda r: 0, ranks, rank) if ranks > 1 else None
+        return run(hidden, weight.chunk(ranks)[rank], policy_loss, head_of(impl), **options, tp_group=group)
+
+    found = threads.run(ranks, work) if ranks > 1 else [work(0)]
+    wanted, *gradients = expected(hidden, weight, policy_loss, temperature=0.7, valid=valid, softcap=cap)
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
+    for out, of_hidden, _ in found:
+        assert (out.logprobs.double() - wanted).abs().max() <= max(3 * tolerance, 1e-12)
+        assert error(of_hidden, gradients[0]) <= tolerance
+    of_weight = torch.cat([each[2] for each in found])
+    assert error(of_weight, gradients[1]) <= tolerance
     assert not of_weight[valid:].any()
 
 
