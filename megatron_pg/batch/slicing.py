@@ -180,10 +180,9 @@ def _depths_of(
     if not weights:
         return (), None
     size, group = context
-    indices = [zigzag_index(batch.padded_lengths, cp_rank=rank, cp_size=size) for rank in range(size)]
     owners = torch.zeros(batch.tokens.shape[1], dtype=torch.int64)
-    for rank, each in enumerate(indices):
-        owners[each] = rank
+    for rank in range(size):
+        owners[zigzag_index(batch.padded_lengths, cp_rank=rank, cp_size=size)] = rank
     owners, at = owners.repeat(len(batch.tokens)), batch.response_positions
     far = [batch.reached(d) & trained & (owners[at] != owners[at - d]) for d in range(1, len(weights) + 1)]
     places = at[torch.stack(far).any(dim=0)]

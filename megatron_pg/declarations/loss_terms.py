@@ -98,7 +98,7 @@ class LossTerm:
     mixture: float | None = None  # β or α of a teacher's divergence
     temperature: float | None = None  # of the teacher, of a top-k divergence; None: 1
     tail_floor: float | None = None  # lower bound of the teacher's tail probability, of a top-k divergence with a tail
-    softcap: float | None = None  # of the logits of a teacher over the whole vocabulary; 0: none, None: not given
+    softcap: float | None = None  # of the logits of a teacher over the whole vocabulary; 0: none, None: the policy's
     head: str | None = None  # PATH[:NAME] of the teacher's output layer, of a divergence over the whole vocabulary
 
     @property

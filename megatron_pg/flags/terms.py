@@ -20,8 +20,8 @@ def add_term_arguments(group: argparse._ArgumentGroup) -> None:
         f"uses; {POLICY} is the objective), estimator (of a KL divergence), beta and alpha (of a teacher's "
         "divergence), temperature (of a top-k teacher, default 1), tail_floor (of a top-k teacher: lower bound of the "
         f"probability of all other tokens, default {TAIL_FLOOR:g}), head (required for full_*: PATH or PATH:NAME of "
-        "the teacher's output layer [V, H] in a safetensors file, by default named weight), softcap (of a full_* "
-        "teacher's logits, 0 for none; required if the policy's logits have one). "
+        "the teacher's output layer [V, H] in a safetensors file, by default named weight), softcap (of the logits of "
+        "a full_* teacher, 0 for none; by default that of the policy's logits). "
         f"{POLICY}:{POLICY},weight=0 drops the objective. May be repeated."
     )
     group.add_argument("--pg-term", action="append", metavar="NAME:KIND[,OPTION=VALUE]...", help=term)
@@ -57,11 +57,6 @@ def _hidden_rules(facts: Facts, terms: Sequence[LossTerm]) -> Violations:
             yield (
                 f"E73 {term.flag} needs the fused head, which computes the logits of teacher and model in chunks; add "
                 "--pg-fused-head forward, or recompute"
-            )
-        if term.softcap is None and facts.args.pg_logit_softcap is not None:
-            yield (
-                f"E73 {term.flag} does not say whether the teacher's logits have a softcap, and --pg-logit-softcap "
-                f"{facts.args.pg_logit_softcap} caps the policy's; add softcap=…, or softcap=0 if they have none"
             )
         if len({(each.kind, each.mixture, each.head, each.softcap) for each in (term, readers[0])}) > 1:
             yield (

@@ -135,11 +135,10 @@ def check_softcap(layer: Any, softcap: float | None) -> None:
     """
     if softcap is None or _is_megatrons(layer.forward, "forward"):
         return
-    own, name = softcap_of(layer), f"{type(layer).__module__}.{type(layer).__qualname__}"
-    what = "may change logits" if own is None else f"caps logits at {own:g}"
+    what = f"caps logits at {own:g}" if (own := softcap_of(layer)) else "may change logits"
     raise ValueError(
-        f"--pg-logit-softcap {softcap:g} is for logits that the model has not capped, and the forward of its output "
-        f"layer {name} {what}. Remove the flag, or build the model with Megatron's ColumnParallelLinear."
+        f"--pg-logit-softcap {softcap:g} is for logits that the model has not capped, and the forward of the output "
+        f"layer {type(layer).__qualname__} {what}. Remove the flag, or build the model with ColumnParallelLinear."
     )
 
 

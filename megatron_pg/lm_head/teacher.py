@@ -19,7 +19,7 @@ class Teacher:
     slots: Tensor  # [n] int64, rows of `states`
     states: Tensor  # [m, H_T], of the weight's dtype
     weight: Tensor  # [V / tp, H_T]
-    softcap: float | None = None  # of its logits
+    softcap: float | None = None  # of its logits; 0: none, None: the student's
 
     def at(self, rows: Tensor) -> "Teacher":
         """Select rows."""
@@ -60,7 +60,7 @@ def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor |
         )
     states = known.states.to(weight.device, non_blocking=True).to(weight.dtype)
     cap = next(term.softcap for term in policy_loss.terms.further if term.reads_hidden)
-    return Teacher(form=form, slots=known.slots, states=states, weight=teacher_weight, softcap=cap or None)
+    return Teacher(form=form, slots=known.slots, states=states, weight=teacher_weight, softcap=cap)
 
 
 class TeacherLogits:
@@ -84,7 +84,7 @@ class TeacherLogits:
         out = self._buffers[-1][: len(student)]
         states = self._teacher.states.index_select(0, self._teacher.slots[chunk])
         product_into(states, self._teacher.weight.t(), out)
-        if (cap := self._teacher.softcap) is not None:
+        if cap := self._vocabulary.softcap if self._teacher.softcap is None else self._teacher.softcap:
             out.div_(cap).tanh_().mul_(cap)
         self._known[chunk.start] = self._vocabulary.hide_padding(out)
         return out

@@ -194,7 +194,7 @@ METRICS: tuple[Metric, ...] = (
         "mtp_loss",
         lambda t: t.totals["mtp_loss"],
         "(1/N) Σ_d Σ v·ce_d [nats]: cross-entropy of multi-token prediction before its coefficient, with the weights "
-        "of `--pg-mtp-aggregation`, mean over the N depths",
+        "of `--pg-mtp-aggregation`, mean over the N depths; KL(π‖π_d) with `--pg-mtp-target policy`",
         level="none",
         only_with="mtp",
     ),

@@ -122,13 +122,8 @@ def vocabulary_of(
     columns: int, settings: LossSettings, tp_group: ProcessGroup | None, softcap: float | None = None
 ) -> Vocabulary:
     """The columns of the logits; `softcap`: of the output layer, whose product alone made them."""
-    return Vocabulary.of(
-        columns,
-        temperature=settings.temperature,
-        vocab_size=settings.vocab_size,
-        softcap=softcap or settings.softcap,
-        tp_group=tp_group,
-    )
+    known = Vocabulary.of(columns, temperature=settings.temperature, vocab_size=settings.vocab_size, tp_group=tp_group)
+    return replace(known, softcap=softcap or settings.softcap)
 
 
 def head_of(call: HeadCall, settings: LossSettings) -> Head:

@@ -15,30 +15,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch
-from megatron_pg.lm_head.inputs import enter
-from megatron_pg.lm_head.output_layer import (
-    DeferredHead,
-    HeadCall,
-    check_layer,
-    check_softcap,
-    compute_in_float32,
-    softcap_of,
-)
+from megatron_pg.lm_head.output_layer import DeferredHead, HeadCall, check_layer, check_softcap, compute_in_float32
 from megatron_pg.lm_head.teacher_file import TeacherHead
 from megatron_pg.plan.errors import ScheduleError
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.loss import Diagnostics, microbatch_head_loss, microbatch_loss
 from megatron_pg.step.loss_scaling import LossScaling
-from megatron_pg.step.mtp import (
-    DepthLoss,
-    Policy,
-    depth_divergence,
-    depth_head_divergence,
-    depth_head_loss,
-    depth_loss,
-    totals_of,
-)
+from megatron_pg.step.mtp import DepthLoss, depth_head_loss, depth_loss, divergences, totals_of
 
 
 @dataclass(slots=True, eq=False)
@@ -111,12 +95,6 @@ class ModelLoss:
         if self._float32_layer is None:
             return
         check_layer(self._float32_layer, is_fused=self._settings.head_mode is not None)
-        for term in self._settings.terms.further if (cap := softcap_of(self._float32_layer)) else ():
-            if term.reads_hidden and term.softcap is None:
-                raise ValueError(
-                    f"{term.flag} does not say whether the teacher's logits have a softcap, and the model's output "
-                    f"layer caps its logits at {cap:g}. Add softcap=…, or softcap=0 if they have none."
-                )
         if (head := self._settings.teacher_head) is not None and self._teacher_weight is None:
             self._teacher_weight = _teacher_weight(self._float32_layer, head, self._settings.vocab_size, device)
 
@@ -147,7 +125,8 @@ class ModelLoss:
                 "so the losses of the others are lost; use a release of megatron-core that docs/parallelism.md lists"
             )
         call = deferred.take(logits) if deferred else None
-        self._learn_from_policy(forward, logits if call is None else call)
+        policy = _rows(logits) if call is None else call
+        depths += divergences(forward.waiting, policy, local, self._settings, self._tp_group)
         scale, totals = self._scaling.grad_scale, totals_of(depths, self._plan, self._mtp_factor)
         if call is not None:
             weight = self._teacher_weight
@@ -187,23 +166,6 @@ class ModelLoss:
         else:
             done.append(depth_loss(_rows(logits), depth, self._settings, self._tp_group))
         return done[-1].losses.view(labels.t().shape).t()
-
-    def _learn_from_policy(self, forward: _Forward, policy: Tensor | HeadCall) -> None:
-        """The losses of the depths in `waiting`, before the loss overwrites the policy's logits."""
-        local = forward.local
-        if not forward.waiting or local.remote is None:
-            return
-        if isinstance(policy, HeadCall):
-            with torch.no_grad():
-                hidden = enter(policy.hidden, policy.tp_group, policy.sequence_parallel).flatten(0, -2)
-            rows = Policy.of(hidden, local.remote)
-        else:
-            rows = Policy.of(_rows(policy), local.remote)
-        for made, depth in zip(forward.waiting, local.depths, strict=True):
-            if isinstance(made, HeadCall):
-                forward.depths.append(depth_head_divergence(made, rows, depth, self._settings))
-            else:
-                forward.depths.append(depth_divergence(made, rows, depth, self._settings, self._tp_group))
 
 
 def _keep_the_embeddings_gradient(model: Any) -> None:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch.slicing import DepthFields, Remote
+from megatron_pg.batch import LocalBatch
+from megatron_pg.batch.slicing import DepthFields
 from megatron_pg.kernels import CrossEntropy, cross_entropy
 from megatron_pg.kernels.logprobs import compute_dtype
 from megatron_pg.kernels.losses import reader_of
@@ -62,27 +63,6 @@ def depth_head_loss(call: HeadCall, depth: DepthFields, settings: LossSettings) 
     return _weighted(head_cross_entropy(call.hidden, call.weight, targets, rows, vocabulary, head), depth)
 
 
-class Policy(NamedTuple):
-    """The policy's own rows of a micro-batch, before its loss may overwrite them; detached."""
-
-    values: Tensor  # [T, V / tp] logits, or [T, H] hidden states
-    remote: Tensor  # of other context-parallel ranks, as in `Remote`
-
-    @classmethod
-    def of(cls, values: Tensor, remote: Remote) -> "Policy":
-        """Every context-parallel rank must call."""
-        return cls(values.detach(), remote.exchange(values.detach()))
-
-    def at(self, sources: Tensor) -> Tensor:
-        """A copy of the rows [n] of `DepthFields.sources`."""
-        is_here = sources < len(self.values)
-        here = self.values.index_select(0, torch.where(is_here, sources, 0))
-        if not len(self.remote):
-            return here
-        there = self.remote.index_select(0, torch.where(is_here, 0, sources - len(self.values)))
-        return torch.where(is_here[:, None], here, there)
-
-
 @dataclass(slots=True, eq=False)
 class _PolicyLogits:
     """A teacher whose logits are stored."""
@@ -94,37 +74,63 @@ class _PolicyLogits:
         return self.logits[chunk]
 
 
-def depth_divergence(
-    logits: Tensor, policy: Policy, depth: DepthFields, settings: LossSettings, tp_group: ProcessGroup | None
-) -> DepthLoss:
-    """One depth's divergence from the policy, from logits [T, V / tp]."""
+def divergences(
+    waiting: Sequence[Tensor | HeadCall],
+    policy: Tensor | HeadCall,
+    local: LocalBatch,
+    settings: LossSettings,
+    tp_group: ProcessGroup | None,
+) -> list[DepthLoss]:
+    """Every depth's divergence from the policy, before the policy's loss may overwrite its logits.
+
+    `waiting` and `policy` are logits [T, V / tp] or calls of the output layer. Every context-parallel rank must call.
+    """
+    if not waiting or local.remote is None:
+        return []
+    with torch.no_grad():
+        values = _states(policy) if isinstance(policy, HeadCall) else policy.detach()
+        table = local.remote.exchange(values)
+    found = []
+    for made, depth in zip(waiting, local.depths, strict=True):
+        is_here = depth.sources < len(values)
+        rows = values.index_select(0, torch.where(is_here, depth.sources, 0))
+        if len(table):
+            there = table.index_select(0, torch.where(is_here, 0, depth.sources - len(values)))
+            rows = torch.where(is_here[:, None], rows, there)
+        if isinstance(made, HeadCall):
+            logprobs, _, divergence, totals = _of_call(made, rows, depth, settings)
+        else:
+            logprobs, _, divergence, totals = _of_logits(made, rows, depth, settings, tp_group)
+        likeliest = CrossEntropy.of(logprobs, totals).is_likeliest
+        found.append(_weighted(CrossEntropy(divergence, likeliest), depth))
+    return found
+
+
+def _states(call: HeadCall) -> Tensor:
+    return enter(call.hidden, call.tp_group, call.sequence_parallel).flatten(0, -2)
+
+
+def _of_logits(
+    logits: Tensor, policy: Tensor, depth: DepthFields, settings: LossSettings, tp_group: ProcessGroup | None
+) -> tuple[Tensor, ...]:
+    """`outputs` and `totals` of the trained rows, from the policy's logits [n, V / tp] of the same tokens."""
     vocabulary = replace(vocabulary_of(logits.shape[1], settings, tp_group), temperature=1.0)
     student, targets = logits.index_select(0, depth.trained), depth.targets.index_select(0, depth.trained)
     if not len(student):  # nothing to launch, and parameters with a gradient of 0
-        nothing = student.sum(dim=1)
-        return _weighted(CrossEntropy(nothing, nothing > 0), depth)
-    teacher = policy.at(depth.sources)
-    teacher = teacher if vocabulary.softcap is None else vocabulary.capped(compute_dtype(teacher))
-    reader = reader_of(settings.impl, vocabulary, targets, _PolicyLogits(vocabulary.hide_padding(teacher)))
+        return (student.sum(dim=1),) * 4
+    policy = policy if vocabulary.softcap is None else vocabulary.capped(compute_dtype(policy))
+    reader = reader_of(settings.impl, vocabulary, targets, _PolicyLogits(vocabulary.hide_padding(policy)))
     with torch.cuda.device_of(student):
-        outputs = read(student, reader, inplace=settings.impl == "triton")
-    return _weighted(_of_outputs(*outputs), depth)
+        return read(student, reader, inplace=settings.impl == "triton")
 
 
-def depth_head_divergence(call: HeadCall, policy: Policy, depth: DepthFields, settings: LossSettings) -> DepthLoss:
-    """One depth's divergence from the policy by the fused head; both make their logits with the weight of `call`."""
+def _of_call(call: HeadCall, policy: Tensor, depth: DepthFields, settings: LossSettings) -> tuple[Tensor, ...]:
+    """The same by the fused head, from the policy's hidden states [n, H]; the weight of `call` makes both logits."""
     vocabulary = replace(vocabulary_of(len(call.weight), settings, call.tp_group, call.softcap), temperature=1.0)
-    hidden = enter(call.hidden, call.tp_group, call.sequence_parallel).flatten(0, -2)
-    states, rows = policy.at(depth.sources), depth.trained
-    slots = torch.arange(len(rows), device=rows.device)
-    weight, cap = call.weight.detach(), vocabulary.softcap
-    teacher = Teacher(form=FORWARD, slots=slots, states=states, weight=weight, softcap=cap)
-    targets, head = depth.targets.index_select(0, rows), head_of(call, settings)
-    return _weighted(_of_outputs(*rows_of(hidden, call.weight, targets, rows, vocabulary, head, teacher)), depth)
-
-
-def _of_outputs(logprobs: Tensor, entropy: Tensor, divergence: Tensor, totals: Tensor) -> CrossEntropy:
-    return CrossEntropy(divergence, CrossEntropy.of(logprobs, totals).is_likeliest)
+    slots, targets = torch.arange(len(policy), device=policy.device), depth.targets.index_select(0, depth.trained)
+    teacher = Teacher(form=FORWARD, slots=slots, states=policy, weight=call.weight.detach())
+    known = targets, depth.trained, vocabulary, head_of(call, settings), teacher
+    return rows_of(_states(call), call.weight, *known)
 
 
 def _weighted(cross_entropies: CrossEntropy, depth: DepthFields) -> DepthLoss:

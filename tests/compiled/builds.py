@@ -128,7 +128,8 @@ def single_pass() -> Iterator[Build]:
     shapes = [*itertools.product(sizes, ("grpo", "dppo_kl+k3_weighted"), (None,))]
     shapes += [(size, "grpo", CAP) for size in (*sizes[:4], (256000, "bf16"))]
     for (columns, dtype), loss, cap in shapes:
-        shape = by.Shape.of_row(columns, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype].itemsize)
+        itemsize = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype].itemsize
+        shape = by.Shape.of_row(columns, itemsize, is_capped=cap is not None)
         objective, _, estimator = loss.partition("+")
         kernels = {"TOKEN_KERNEL": getattr(token_kernels, objective), "KL": getattr(token_kernels, estimator, None)}
         yield Build(
@@ -197,7 +198,7 @@ def rows() -> Iterator[Build]:
                 launched,
                 {"logits": f"*{dtype}", "gradients": f"*{dtype}"},
                 even=() if shifted else ("valid", "columns", *STRIDES),
-                threads=1024,  # what keeps enough loads in flight
+                threads=1024 if cap is None else 640,  # what keeps enough loads in flight
                 least={"wide_loads": constants["UNROLL"] * (1 if shifted else 2)},
                 is_default=dtype == "bf16" and not shifted and number in (1, 2),
             )
@@ -227,9 +228,9 @@ def teacher() -> Iterator[Build]:
             constants,
             launched,
             {"gradients": f"*{dtype}", **dict.fromkeys(STRIDES, "i64")},
-            threads=threads,
+            threads=threads if cap is None else 512,
             least={"wide_loads": int(kernel is not by.combine_kernel)},
-            is_default=form in ("", "jsd") and dtype == "fp32",
+            is_default=form in ("", "jsd") and dtype == "fp32" and cap is None,
         )
 
 
@@ -280,7 +281,7 @@ def sampling_masks() -> Iterator[Build]:
             {"num_warps": by.WARPS},
             {"logits": f"*{dtype}", "table": f"*{dtype}", "gradients": f"*{dtype}", "stride": "i64"},
             even=(),
-            is_default=dtype == "fp32" and flags.get("WHOLE_ENTROPY", True),
+            is_default=dtype == "fp32" and flags.get("WHOLE_ENTROPY", True) and cap is None,
         )
 
 

@@ -109,6 +109,7 @@ def _own(given: Mapping) -> list[str]:
     found += ["E24"] * (given["low"] is not None and not 0 <= low <= 1)
     found += ["E24"] * (given["high"] is not None and not 0 <= high < math.inf)
     found += ["E24"] * (not 0 < temperature < math.inf)
+    found += ["E24"] * (given["softcap"] is not None and not 1 <= _number(given["softcap"]) <= 1000)
     found += ["E25"] * (given["metrics"] not in ("none", "basic", "with_entropy"))
     found += ["E25"] * (given["kernel"] not in ("torch", "triton"))
     return found
@@ -128,6 +129,7 @@ def _terms(given: Mapping) -> list[str]:
         "estimator": (None, "k1", "k3_weighted"),
         "auxiliary": ("default", "policy"),
         "predicted": ("token_mean", "policy"),
+        "target": ("token", "policy"),
     }
     found = ["E25" for name, allowed in choices.items() if given[name] not in allowed]
     for name, least in {"beta": 0.0, "eta": 0.0, "gradient": 1e-300}.items():
@@ -211,6 +213,7 @@ def _auxiliary(given: Mapping) -> list[str]:
     found += ["E40"] * (not has_kl and given["estimator"] is not None)
     if given["predicted"] == "policy":
         found += ["E40"] * (not given["mtp"]) + ["E43"] * (given["path"] is not None)
+    found += ["E40"] * (given["target"] == "policy" and not given["mtp"])
     return found + ["E40"] * (given["auxiliary"] == "policy" and not has_kl and not has_entropy)
 
 

@@ -34,6 +34,8 @@ FACTORS = {
     "modules": ("cuda_graph_modules", [[]], [["full_iteration"]]),
     "mtp": ("mtp_num_layers", [None, 0, 1], []),
     "predicted": ("pg_mtp_aggregation", ["token_mean", "policy"], ["sample_mean", None]),
+    "target": ("pg_mtp_target", ["token", "policy"], ["soft"]),
+    "softcap": ("pg_logit_softcap", [None, 30], [0.5, True]),
     "recompute": ("recompute_granularity", [None, "selective", "full"], []),
     "experts": ("num_experts", [None, 8], []),
     "aux": ("moe_aux_loss_coeff", [0.0, 0.01], []),

@@ -78,9 +78,11 @@ def with_softcap(rng: random.Random, case: StepCase) -> StepCase:
     return dataclasses.replace(case, asked=asked, loss=loss)
 
 
-@pytest.mark.proof(
-    "Logit softcap over layouts, float64: loss, gradient and sums of any terms within 1e-12 of the oracle"
-)
+# stored logits and the fused head, sampling masks and teachers
+SOFTCAP = "Logit softcap over layouts, float64: loss, gradient and sums of any terms within 1e-12 of the oracle"
+
+
+@pytest.mark.proof(SOFTCAP)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_softcap_equals_the_oracle(layout, full, evidence):
     """1,000 steps in the full tier."""
@@ -90,7 +92,7 @@ def test_a_softcap_equals_the_oracle(layout, full, evidence):
         evidence(cases=len(found), worst=worst_of(found, layout, rng, LIMIT), tolerance=LIMIT)
 
 
-@pytest.mark.proof("Logit softcap with a sampling mask, float64: within 1e-12 of the oracle")
+@pytest.mark.proof(SOFTCAP)
 @pytest.mark.parametrize("layout", LAYOUTS[::3], ids=str)
 def test_a_softcap_with_a_sampling_mask_equals_the_oracle(layout, full, evidence):
     for block in range(5 if full else 1):
@@ -99,9 +101,7 @@ def test_a_softcap_with_a_sampling_mask_equals_the_oracle(layout, full, evidence
         evidence(cases=len(found), worst=worst_of(found, layout, rng, LIMIT), tolerance=LIMIT)
 
 
-@pytest.mark.proof(
-    "Fused head with a logit softcap, a teacher's whole vocabulary too, float64: within 1e-12 of the oracle"
-)
+@pytest.mark.proof(SOFTCAP)
 @pytest.mark.parametrize("layout", LAYOUTS[2::2], ids=str)
 @pytest.mark.usefixtures("through_the_fused_head")
 def test_the_fused_head_with_a_softcap_equals_the_oracle(layout, full, evidence):

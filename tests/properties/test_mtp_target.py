@@ -105,16 +105,13 @@ def predicts(monkeypatch):
         local, parts = locals_[id(fields)], rows.unflatten(1, (1 + loss.mtp_depths, -1)).unbind(1)
         head = dataclasses.replace(loss, head_mode="recompute")
         weight = torch.nn.Parameter(torch.eye(parts[0].shape[1], dtype=rows.dtype))
-        policy = mtp.Policy.of(parts[0], local.remote)
-        made = []
-        for depth, z in zip(local.depths, parts[1:], strict=True):
-            if state.is_fused:
-                call = HeadCall(z[:, None], weight, tp_group, sequence_parallel=False)
-                made.append(mtp.depth_head_divergence(call, policy, depth, head))
-            else:
-                made.append(mtp.depth_divergence(z, policy, depth, loss, tp_group))
+        if state.is_fused:
+            made = [HeadCall(z[:, None], weight, tp_group, sequence_parallel=False) for z in parts]
+        else:
+            made = parts
+        losses = mtp.divergences(made[1:], made[0], local, head, tp_group)
         total, found = microbatch_loss(parts[0], fields, loss, tp_group)
-        depths = sum(each.total for each in made)
+        depths = sum(each.total for each in losses)
         with lock:
             state.total += FACTOR * float(depths.detach()) / (1 if tp_group is None else tp_group.size())
         return total + FACTOR * depths, found
@@ -126,14 +123,9 @@ def predicts(monkeypatch):
     return state
 
 
-def kind(is_fused: bool) -> object:
-    source = "the fused head" if is_fused else "stored logits"
-    row = f"Multi-token prediction against the policy, {source}, float64: loss and gradient within 1e-12 of the oracle"
-    return pytest.param(is_fused, marks=pytest.mark.proof(row), id=source)
-
-
+@pytest.mark.proof("Multi-token prediction against the policy, float64: loss and gradient within 1e-12 of the oracle")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("is_fused", [kind(False), kind(True)])
+@pytest.mark.parametrize("is_fused", [False, True], ids=["stored", "fused"])
 def test_the_policy_as_target_equals_the_oracle(is_fused, layout, predicts, full, evidence):
     """Under context parallelism some of the policy's rows are on another rank than the depth's."""
     predicts.is_fused, worst, rng = is_fused, 0.0, random.Random(f"mtp {layout}")

@@ -317,6 +317,7 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
         "pg_sampling_mask_missing": "error",
         "pg_sampling_mask_entropy": "full",
         "pg_mtp_aggregation": "token_mean",
+        "pg_mtp_target": "token",
         "pg_grad_divisor": 1.0,
         "pg_metrics": "basic",
         "docs_per_step": 0,

@@ -12,9 +12,9 @@ from typing_extensions import override
 from megatron_pg.kernels.readers import Slopes, filled
 from megatron_pg.kernels.sampling_masks import Restriction, SamplingMaskRowStatistics
 from megatron_pg.kernels.triton import vocab_parallel
-from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, accumulate, merge, softcapped, through_cap
+from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, Kind, accumulate, merge, softcapped, through_cap
 from megatron_pg.kernels.triton.topk import put_kernel
-from megatron_pg.kernels.triton.vocab_parallel import TritonReader, kind_of, log2_scale, row_factors, slope_of
+from megatron_pg.kernels.triton.vocab_parallel import TritonReader, log2_scale, row_factors, slope_of
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 BLOCK = 256  # ids at a time
@@ -37,7 +37,7 @@ class TritonSamplingMaskReader(TritonReader[SamplingMaskRowStatistics]):
         whole = vocab_parallel.statistics(z, targets, is_read, self._vocabulary)
         shares = whole.clone() if restriction.whole_entropy else whole
         sizes = self._vocabulary.valid, self._vocabulary.first, z.stride(0), log2_scale(self._vocabulary)
-        options = {"KIND": kind_of(self._vocabulary), "BLOCK": BLOCK, "num_warps": WARPS} | FUSED
+        options = {"KIND": Kind(cap=self._vocabulary.softcap), "BLOCK": BLOCK, "num_warps": WARPS} | FUSED
         sampling_mask_statistics_kernel[(len(z),)](z, targets, mask, *_sets(restriction), shares, *sizes, **options)
         return torch.cat([shares, whole]) if restriction.whole_entropy else shares
 
@@ -62,7 +62,7 @@ class TritonSamplingMaskReader(TritonReader[SamplingMaskRowStatistics]):
         by_outputs = by_logprob.contiguous(), by_entropy.contiguous()
         sizes = *columns, vocabulary.size, z.stride(0), log2_scale(vocabulary)
         launch, read = sampling_mask_gradient_kernel[(len(z),)], (z, targets, mask, *_sets(restriction))
-        constants = {"KIND": kind_of(vocabulary), "WHOLE_ENTROPY": restriction.whole_entropy}
+        constants = {"KIND": Kind(cap=vocabulary.softcap), "WHOLE_ENTROPY": restriction.whole_entropy}
         # before the logits are overwritten
         launch(*read, values, *of_mask, *of_whole, *by_outputs, *sizes, **constants, **options)
         if restriction.whole_entropy:

@@ -27,8 +27,8 @@ class Shape:
 
     @classmethod
     @lru_cache
-    def of_row(cls, columns: int, itemsize: int) -> "Shape":
-        """The fastest of those measured on an H200 (docs/benchmarks.md)."""
+    def of_row(cls, columns: int, itemsize: int, *, is_capped: bool = False) -> "Shape":
+        """The fastest of those measured on an H200 (docs/benchmarks.md); a softcap takes registers of tiles."""
         row_bytes = columns * itemsize
         if row_bytes <= 20 * 2048:
             tiles = -(-row_bytes // 2048)
@@ -40,12 +40,12 @@ class Shape:
         if row_bytes <= 38 * 4096:
             kept = -(-row_bytes // 4096) - 20
             return cls(Tiling(256, groups=5, per_group=4, lag=2, kept=kept, streamed=0), programs=2, registers=128)
-        if row_bytes <= 46 * 8192:
+        if row_bytes <= (42 if is_capped else 46) * 8192:
             tiles = -(-row_bytes // 8192)
             groups = min(7, (tiles - 1) // 4)
             lag, kept = min(4, groups - 2), tiles - 4 * groups
             return cls(Tiling(512, groups, per_group=4, lag=lag, kept=kept, streamed=0), programs=1, registers=128)
-        lag, kept, streamed = (3, 18, 5) if itemsize == 4 else (2, 16, 4)
+        lag, kept, streamed = (3, 14 if is_capped else 18, 5) if itemsize == 4 else (2, 14 if is_capped else 16, 4)
         return cls(Tiling(512, groups=7, per_group=4, lag=lag, kept=kept, streamed=streamed), programs=1, registers=128)
 
     @property
@@ -127,7 +127,7 @@ def launch(
     has_kl = constants["KL"] is not None
     out = torch.empty(5 + has_kl, len(logits), dtype=torch.float32, device=logits.device)
     valid, temperature = vocabulary.valid, vocabulary.temperature
-    shape = Shape.of_row(valid, logits.element_size())
+    shape = Shape.of_row(valid, logits.element_size(), is_capped=vocabulary.softcap is not None)
     if most_programs is None:
         most_programs = shape.programs * multiprocessors(logits.device)
     tensors = logits, gradient, policy_loss.fields.targets.contiguous(), field_pointers(policy_loss), out

@@ -397,10 +397,10 @@ def single_pass_kernel(
     coefficients,
     grad_scale,
     zero,
-    KIND: gl.constexpr,
     TOKEN_KERNEL: gl.constexpr,
     KL: gl.constexpr,
     BONUS: gl.constexpr,
+    KIND: gl.constexpr,
     ENTROPY: gl.constexpr,
     ROW: gl.constexpr,
 ):

@@ -21,7 +21,7 @@ LOWEST = tl.constexpr(-1000.0)  # 2^-1000 is 0, and 0 * -1000 is 0 where 0 * -in
 LN2 = tl.constexpr(0.6931471805599453)
 FUSED = {"enable_fp_fusion": True}  # of every launch: the default changes between releases of Triton
 GROWTH = tl.constexpr(2 * math.log2(math.e))
-MOST = tl.constexpr(2.0**127)
+MOST = tl.constexpr((2 - 2**-23) * 2.0**127)  # finite float32
 EVERY = tl.constexpr(tl.PropagateNan.ALL)
 
 

@@ -29,11 +29,10 @@ class TritonTopKReader(TritonReader[TopKRowStatistics]):
     def read(self, logits: Tensor, *, may_hide: bool = False) -> TopKRowStatistics:
         """The ids stay hidden only with `may_hide`."""
         shares = self.statistics(logits, ALL)
-        if self._vocabulary.softcap is not None:
-            pass  # they are back
-        elif may_hide:  # other readers of the saved logits get an error, not the gradient of -inf
+        hides = self._vocabulary.softcap is None  # else they are back
+        if hides and may_hide:  # other readers of the saved logits get an error, not the gradient of -inf
             torch.autograd.graph.increment_version(logits)
-        else:
+        elif hides:
             put(logits, self._ids, self._mask, shares[:, 4:], self._vocabulary)
         return self.combine(self._vocabulary.gather(shares), logits, ALL)
 

@@ -121,11 +121,6 @@ def log2_scale(vocabulary: Vocabulary) -> float:
     return math.log2(math.e) / vocabulary.temperature
 
 
-def kind_of(vocabulary: Vocabulary) -> Kind:
-    """One logit in a word."""
-    return Kind(cap=vocabulary.softcap)
-
-
 def rows_of(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> RowStatistics:
     """[T] each of the whole vocabulary: one launch, or statistics, all-gather and combine over several ranks."""
     if vocabulary.ranks > 1:
@@ -146,7 +141,8 @@ def _read(
     logits: Tensor, targets: Tensor, mask: Tensor, results: Tensor, vocabulary: Vocabulary, *, whole: bool
 ) -> None:
     sizes = len(logits), vocabulary.valid, vocabulary.first, logits.stride(0), log2_scale(vocabulary)
-    options = READ.options(logits) | {"SHIFTED": _is_shifted(logits), "WHOLE": whole, "KIND": kind_of(vocabulary)}
+    kind = Kind(cap=vocabulary.softcap)
+    options = READ.options(logits) | {"SHIFTED": _is_shifted(logits), "WHOLE": whole, "KIND": kind}
     statistics_kernel[(len(logits),)](logits, targets, mask, results, *sizes, **options)
 
 
@@ -196,8 +192,9 @@ def launch_gradient(
     blocks = WRITE.blocks(logits, lead + logits.shape[1])
     sizes = *logits.shape, vocabulary.valid, vocabulary.first, vocabulary.size, blocks
     scalars = *sizes, logits.stride(0), gradient.stride(0), log2_scale(vocabulary)
-    launch, options = gradient_kernel[(len(logits) * blocks,)], {"SHIFTED": shifted, "KIND": kind_of(vocabulary)}
-    launch(logits, gradient, targets, mask, peaks, *of_rows, *scalars, **WRITE.options(logits), **options)
+    launch, kind = gradient_kernel[(len(logits) * blocks,)], Kind(cap=vocabulary.softcap)
+    options = WRITE.options(logits) | {"SHIFTED": shifted, "KIND": kind}
+    launch(logits, gradient, targets, mask, peaks, *of_rows, *scalars, **options)
 
 
 @triton.jit

@@ -217,7 +217,7 @@ FAULTS = {
     "layer, and it is rank_faults.TELayer",
     "pp2-constant-fused-softcap": "--pg-fused-head computes the product of the output layer "
     "and a known softcap, and rank_faults.Capped has",
-    "pp2-constant-capped-softcap": "--pg-logit-softcap 0.4 is for logits that the model has not capped, and",
+    "pp2-constant-capped-softcap": "--pg-logit-softcap 1 is for logits that the model has not capped, and",
     **dict.fromkeys(
         words("pp2-constant-fused-scaled tp2-constant-fused-scaled dp2-constant-mtp-fused-scaled"),
         "ScheduleError: --pg-fused-head takes the hidden states of the output layer, and the model changes",

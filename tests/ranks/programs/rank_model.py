@@ -67,15 +67,16 @@ class Layout:
     """`tp2pp2s` and the like: sizes, then t (packed rows, thd), s (sequence parallel), v (two virtual stages); and
     options.
 
-    Options: tied (embeddings shared with the head), dist (distributed optimizer), overlap (overlapped gradient
-    reduction), fp32 (float32 logits), fused, scaled_exp and recompute (the fused head, in its three modes), experts (a
-    mixture of experts, which ep distributes over data-parallel ranks), losses of its router (auxloss, seqauxloss,
-    zloss, or balance for all at once), activations (every layer is computed again in the backward), replay (the experts
-    are the samples'), choice (they are the model's own), hybrid (a HybridModel), mtp and mtp2 (one and two depths of
-    multi-token prediction; own: with the weights of the aggregation; policy: against the policy's distribution; apart: they train their own layers only, from
-    0.19.2), rope (rotary embeddings), dynamic (every micro-batch is cut over its own ranks), pieces (the model runs by
-    a schedule plan, together with another backward), loss terms and whole (further losses, over a teacher's top-k
-    tokens or its whole vocabulary).
+    Options: tied (embeddings shared with the head), capped (the loss caps the logits), gemma (the output layer does),
+    dist (distributed optimizer), overlap (overlapped gradient reduction), fp32 (float32 logits), fused, scaled_exp and
+    recompute (the fused head, in its three modes), experts (a mixture of experts, which ep distributes over data-
+    parallel ranks), losses of its router (auxloss, seqauxloss, zloss, or balance for all at once), activations (every
+    layer is computed again in the backward), replay (the experts are the samples'), choice (they are the model's own),
+    hybrid (a HybridModel), mtp and mtp2 (one and two depths of multi-token prediction; own: with the weights of the
+    aggregation; policy: against the policy's distribution; apart: they train their own layers only, from 0.19.2), rope
+    (rotary embeddings), dynamic (every micro-batch is cut over its own ranks), pieces (the model runs by a schedule
+    plan, together with another backward), loss terms and whole (further losses, over a teacher's top-k tokens or its
+    whole vocabulary).
     """
 
     name: str

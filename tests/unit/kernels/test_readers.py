@@ -148,8 +148,8 @@ def test_loss_and_gradients_are_those_of_the_definition(reader, impl, dtype, sou
 
 
 def softcap(impl: str, dtype: torch.dtype) -> object:
-    row = f"Logit softcap by {impl}, {dtype}: every reader and head, loss and gradients, relative to the reader's limit"
-    return pytest.param(impl, dtype, marks=pytest.mark.proof(row.replace("torch.", "")), id=f"{impl}-{dtype}")
+    row = "Logit softcap, stored logits and heads, torch and Triton: loss and gradients, relative to the reader's limit"
+    return pytest.param(impl, dtype, marks=pytest.mark.proof(row), id=f"{impl}-{dtype}")
 
 
 @pytest.mark.parametrize("source", SOURCES)

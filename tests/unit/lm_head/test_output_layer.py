@@ -196,7 +196,9 @@ def test_the_flag_is_refused_where_the_layer_caps_or_may_cap():
     for layer in (layer_of(), layer_of(Same)):
         check_softcap(layer, 30.0)
     check_softcap(layer_of(Capped), None)
-    with pytest.raises(ValueError, match=r"^--pg-logit-softcap 30 .* Linear caps logits at 0.5\. Remove the flag"):
+    with pytest.raises(
+        ValueError, match=r"^--pg-logit-softcap 30 .* ColumnParallelLinear caps logits at 0.5\. Remove the flag"
+    ):
         check_softcap(bridge_layer(), 30.0)
     with pytest.raises(ValueError, match=r"^--pg-logit-softcap 30 .* may change logits. Remove the flag"):
         check_softcap(layer_of(Capped), 30.0)

@@ -39,14 +39,14 @@ def microbatch(rng: random.Random, depths: int) -> LocalBatch:
     return slice_batch(batch, {"weights": batch.loss_mask.double()}, cp_rank=0, cp_size=1, depth_weights=weights)
 
 
-def prepared(depths: int) -> tuple[ModelLoss, Model, list[LocalBatch], dict[int, torch.Tensor]]:
+def prepared(depths: int, **changes: object) -> tuple[ModelLoss, Model, list[LocalBatch], dict[int, torch.Tensor]]:
     rng = random.Random(1)
     locals_ = [microbatch(rng, depths) for _ in range(2)]
     shape = depths + 1, locals_[0].num_positions, VOCABULARY
     tables = {id(local.inputs.labels): torch.randn(shape, dtype=torch.float64, requires_grad=True) for local in locals_}
     settings = simulation.settings("sample_mean", per_token=False)
     metrics = Reduction("basic", {"clip", "mtp", "further"} if depths else {"clip"})
-    loss = ModelLoss(dataclasses.replace(settings, mtp_depths=depths, metrics=metrics))
+    loss = ModelLoss(dataclasses.replace(settings, mtp_depths=depths, metrics=metrics, **changes))
     model = Model(tables)
     loss.attach(model)
     scaling = LossScaling(per_token=False, num_microbatches=2, data_parallel_size=1, context_parallel_size=1)
@@ -74,6 +74,34 @@ def test_predictions_are_folded_in_with_their_factor_and_megatron_gets_values_on
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
     by_depth = torch.autograd.grad(total, table)[0][:2]
     torch.testing.assert_close(by_depth, torch.autograd.grad(FACTOR * sum(sums), table)[0][:2], rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(("impl", "dtype"), [("torch", torch.float64), ("triton", torch.float32)])
+def test_with_the_policy_as_target_a_depth_learns_its_distribution(impl, dtype):
+    """Before the policy's loss overwrites its logits, which get the gradient of that loss alone."""
+    loss, model, (local, _), tables = prepared(2, mtp_target="policy", impl=impl, softcap=2.0)
+    alone, other, *_ = prepared(0, impl=impl, softcap=2.0)
+    key = id(local.inputs.labels)
+    table = tables[key] = tables[key].detach().to(dtype).requires_grad_()
+    with loss.of(local):
+        total = model._postprocess(labels=local.inputs.labels)
+    assert not any(found.any() for found in model.returned)
+    found = torch.autograd.grad(total, table)[0]
+    own = table.detach()[2:].clone().requires_grad_()
+    other._tables = {key: own}
+    with alone.of(dataclasses.replace(local, depths=())):
+        policy = other._postprocess(labels=local.inputs.labels)
+    torch.testing.assert_close(found[2], torch.autograd.grad(policy, own)[0][0], rtol=1e-6, atol=1e-9)
+    leaf, losses = table.detach().double().requires_grad_(), []
+    logprobs = (2 * torch.tanh(leaf / 2)).log_softmax(-1)
+    for depth in (1, 2):
+        for p in (p for p in local.trained.tolist() if p >= depth):
+            log_p, log_q = logprobs[2, p].detach(), logprobs[depth - 1, p - depth]
+            losses.append(0.5 * depth * (log_p.exp() * (log_p - log_q)).sum())
+    wanted = FACTOR * sum(losses)
+    limit = {"rtol": 1e-12, "atol": 1e-14} if impl == "torch" else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(found[:2].double(), torch.autograd.grad(wanted, leaf)[0][:2], **limit)
+    torch.testing.assert_close((total - policy).double(), wanted, **limit)
 
 
 def test_the_metric_loss_is_what_the_gradient_is_of():
