@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatron_pg.batch.pack import pack as pack  # a static reader takes batch.pack for the module
     from megatron_pg.declarations.loss_terms import LossTerm as LossTerm
     from megatron_pg.flags.banner import describe as describe
+    from megatron_pg.lm_head.value_head import add_value_head as add_value_head
     from megatron_pg.metrics.file import MetricsFile as MetricsFile
     from megatron_pg.metrics.reporting import CallbackError as CallbackError
     from megatron_pg.plan.documents import DocumentAccumulator as DocumentAccumulator
@@ -70,6 +71,7 @@ _NAMES = {
     "rollouts.file": "RolloutWriter read_rollouts",
     "rollouts.lines": "RolloutFileError RolloutWriteError",
     "rollouts.sample": "Sample",
+    "lm_head.value_head": "add_value_head",
     "step.experts": "RoutingReplay",
     "step.findings": "StepReport",
     "step.forward_step": "PolicyGradientStep",

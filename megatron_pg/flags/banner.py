@@ -5,11 +5,11 @@ import shlex
 from collections.abc import Sequence
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
-from megatron_pg.declarations.choices import DENOMINATORS
+from megatron_pg.declarations.choices import DENOMINATORS, ROLES
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.installation import installed_version
 from megatron_pg.declarations.loss_terms import AS_POLICY, KINDS, SHORTHANDS, LossTerm
-from megatron_pg.declarations.objectives import DEFAULT, OBJECTIVES
+from megatron_pg.declarations.objectives import CRITIC, CRITICS, DEFAULT, OBJECTIVES
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import is_float32
 from megatron_pg.rollouts.fields import POLICY
@@ -26,7 +26,7 @@ def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
         *_objective_rows(facts),
         *_aggregation_rows(facts),
         *_term_rows(facts),
-        ("temperature", f"softmax(z / {args.pg_temperature:g}), in float32  (--pg-temperature)"),
+        *_policy_rows(facts, ("temperature", f"softmax(z / {args.pg_temperature:g}), in float32  (--pg-temperature)")),
         (
             "counted over",
             "all micro-batches and data-parallel ranks of one optimizer step; context-parallel copies once",
@@ -35,10 +35,15 @@ def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
         ("Megatron", _contract(args)),
         ("layout", _layout(args)),
         *_head_rows(facts),
-        ("kernel", f"{args.pg_kernel or 'triton on CUDA, torch elsewhere'}  (--pg-kernel)"),
+        *_policy_rows(facts, ("kernel", f"{args.pg_kernel or 'triton on CUDA, torch elsewhere'}  (--pg-kernel)")),
         ("metrics", f"{args.pg_metrics}, means per sample for every aggregation  (--pg-metrics)"),
         ("versions", ", ".join(f"{name} {installed_version(name) or 'absent'}" for name in _PACKAGES)),
     ]
+
+
+def _policy_rows(facts: Facts, *rows: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+    """Rows about log-probabilities, which a critic has not."""
+    return () if facts.is_critic else rows
 
 
 def in_force(args: argparse.Namespace, impl: str) -> argparse.Namespace:
@@ -74,6 +79,8 @@ def _objective_rows(facts: Facts) -> list[tuple[str, str]]:
             ("objective", f"ℓ = a custom function  ({facts.custom_objective})"),
             *([("parameters", shown)] if shown else []),
         ]
+    if facts.is_critic:
+        return [("objective", f"{CRITICS[CRITIC].formula}  (--pg-role critic)"), *CRITICS[CRITIC].bound_rows(numbers)]
     declared = OBJECTIVES[str(facts.selected_objective.name)]
     flag = "" if args.pg_objective == DEFAULT else f"  (--pg-objective {args.pg_objective})"
     return [("objective", declared.formula + flag), *declared.bound_rows(numbers)]
@@ -163,13 +170,13 @@ def _auxiliary_weights(args: argparse.Namespace) -> str:
 
 
 def _aggregation_rows(facts: Facts) -> list[tuple[str, str]]:
-    args = facts.args
+    args, name = facts.args, ROLES[facts.args.pg_role]
     if not facts.has_objective:
         return []
     if args.custom_pg_loss_reducer_function_path is not None:
         unit = "1/T" if vars(args).get("calculate_per_token_loss", False) else "1/N_r"
         path = args.custom_pg_loss_reducer_function_path
-        return [("pg_loss", f"({unit}) Σ reducer(ℓ)  (--custom-pg-loss-reducer-function-path {path})")]
+        return [(name, f"({unit}) Σ reducer(ℓ)  (--custom-pg-loss-reducer-function-path {path})")]
     mode = args.loss_aggregation
     flag = f"--loss-aggregation {mode}"
     if args.loss_aggregation_divisor is not None:
@@ -177,7 +184,7 @@ def _aggregation_rows(facts: Facts) -> list[tuple[str, str]]:
     counted, tokens, _ = DENOMINATORS[args.pg_denominator]
     declared = AGGREGATIONS[mode]
     denominator = declared.denominator.format(counted=counted, tokens=tokens, divisor=args.loss_aggregation_divisor)
-    return [("pg_loss", f"{declared.formula}  ({flag})"), ("weight", f"1/δ, δ = {denominator}")]
+    return [(name, f"{declared.formula}  ({flag})"), ("weight", f"1/δ, δ = {denominator}")]
 
 
 def _head_rows(facts: Facts) -> list[tuple[str, str]]:

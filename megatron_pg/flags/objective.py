@@ -99,7 +99,6 @@ def objective_violations(facts: Facts) -> Violations:
     """Rules E24, E25 and E40 to E44 for the flags of the objective."""
     args = facts.args
     yield from _selection_rules(facts)
-    yield from choice("--pg-denominator", args.pg_denominator, DENOMINATORS)
     yield from choice("--pg-aux-aggregation", args.pg_aux_aggregation, AUX_AGGREGATIONS)
     if args.pg_kl_estimator is not None:
         yield from choice("--pg-kl-estimator", args.pg_kl_estimator, KL_ESTIMATORS, elsewhere=OTHER_ESTIMATORS)
@@ -108,12 +107,17 @@ def objective_violations(facts: Facts) -> Violations:
             yield from number(str(declared.flag), value, declared.low, declared.high, declared.requirement)
     yield from number("--pg-kl-coef", args.pg_kl_coef, 0.0, math.inf, "finite and >= 0")
     yield from number("--pg-entropy-coef", args.pg_entropy_coef, 0.0, math.inf, "finite and >= 0")
-    yield from number("--pg-grad-divisor", args.pg_grad_divisor, ABOVE_ZERO, math.inf, "finite and > 0")
     yield from _objective_rules(facts)
     yield from _correction_rules(facts)
     yield from _auxiliary_rules(args)
     yield from choice("--pg-mtp-aggregation", args.pg_mtp_aggregation, MTP_AGGREGATIONS)
     yield from _prediction_rules(facts)
+
+
+def weight_violations(facts: Facts) -> Violations:
+    """Rules E24, E25 and E43 for what every role weighs tokens and gradients by."""
+    yield from choice("--pg-denominator", facts.args.pg_denominator, DENOMINATORS)
+    yield from number("--pg-grad-divisor", facts.args.pg_grad_divisor, ABOVE_ZERO, math.inf, "finite and > 0")
     yield from _denominator_rules(facts)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, PackedBatch, local_experts
+from megatron_pg.declarations.choices import ROLES
 from megatron_pg.plan.documents import DocumentAccumulator, EndOfDocuments, StepDocuments, schedulable_count
 from megatron_pg.plan.errors import ScheduleError, StepPlanError, lost_peer_named
 from megatron_pg.plan.plan import StepPlan, check_count
@@ -166,7 +167,10 @@ class PolicyGradientStep:
                 "a parameter of the model"
             )
         return self._scaling.outputs(
-            total, num_positions=local.num_positions, policy=self._loss.diagnostics[local].policy
+            total,
+            num_positions=local.num_positions,
+            policy=self._loss.diagnostics[local].policy,
+            name=ROLES[self.settings.terms.objective.role],
         )
 
     # --- the step ---

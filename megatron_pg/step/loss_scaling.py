@@ -63,15 +63,17 @@ class LossScaling:
         """n of a forward over `num_positions`."""
         return 1 if self.num_positions is None else num_positions
 
-    def outputs(self, total: Tensor, *, num_positions: int = 0, policy: Tensor | None = None) -> tuple:
+    def outputs(
+        self, total: Tensor, *, num_positions: int = 0, policy: Tensor | None = None, name: str = "pg_loss"
+    ) -> tuple:
         """Megatron's tuple from S = `total` (0-d, differentiable) of a forward over `num_positions`.
 
         The returned loss is a new tensor, because the schedule scales it in place. The report is a detached clone; its
         sum over micro-batches and ranks, divided by Megatron, is the objective. `policy` is the policy term if S has
-        others.
+        others, and `name` its name in Megatron's log.
         """
         value = total.detach() if policy is None else policy
-        report = {"pg_loss": torch.stack([value, torch.full_like(value, 1.0 / self.num_forwards)])}
+        report = {name: torch.stack([value, torch.full_like(value, 1.0 / self.num_forwards)])}
         if not self.per_token:
             return total * (self.num_microbatches * self.data_parallel_size), report
         count = self.local_count(num_positions)  # on the device without a host sync

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from megatron_pg.batch import LocalBatch
 from megatron_pg.lm_head.output_layer import DeferredHead, check_layer, compute_in_float32
 from megatron_pg.lm_head.teacher_file import TeacherHead
+from megatron_pg.lm_head.value_head import check_role
 from megatron_pg.plan.errors import ScheduleError
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.plan.settings import LossSettings
@@ -38,7 +39,8 @@ class ModelLoss:
 
     def __init__(self, settings: LossSettings):
         self._settings = settings
-        self._float32_layer: nn.Module | None = None  # the output layer with our head
+        self._layer: nn.Module | None = None  # the output layer
+        self._float32_layer: nn.Module | None = None  # the same with our head
         self._take_run: Callable[[], bool] = lambda: True  # whether our head made the latest logits
         self._teacher_weight: Tensor | None = None  # [V / tp, H_T] this rank's rows
         self._plan: StepPlan  # of the step in progress, from `begin` on
@@ -58,6 +60,7 @@ class ModelLoss:
                 "replace; return a megatron.core GPTModel or HybridModel, not yet wrapped"
             )
         self.is_attached = True
+        self._layer = model.output_layer
         if self._settings.float32_logits or self._settings.head_mode:  # logits for sampling have the loss's precision
             self._float32_layer = model.output_layer
             self._take_run = compute_in_float32(model.output_layer, backward=self._settings.head_backward)
@@ -86,7 +89,9 @@ class ModelLoss:
             model._postprocess = _postprocess
 
     def check_layer(self, device: torch.device) -> None:
-        """Check before the step that the float32 head can replace the output layer; read the teacher's head, once."""
+        """Check before the step that the output layer fits the loss; read the teacher's head, once."""
+        if self._layer is not None:
+            check_role(self._layer, is_critic=self._settings.is_critic)
         if self._float32_layer is None:
             return
         check_layer(self._float32_layer, is_fused=self._settings.head_mode is not None)

@@ -22,6 +22,11 @@ import numpy as np
 import step_oracle
 from step_oracle import POLICY, Settings
 
+METRICS = (
+    *("value_loss", "value_clipped_fraction", "explained_variance"),
+    *("value_mean", "value_std", "return_mean", "return_std"),
+)
+
 
 @dataclass
 class CriticDocument:
