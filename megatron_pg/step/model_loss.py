@@ -60,7 +60,7 @@ class ModelLoss:
                 "replace; return a megatron.core GPTModel or HybridModel, not yet wrapped"
             )
         self.is_attached = True
-        self._layer = model.output_layer
+        self._layer = getattr(model, "output_layer", None)
         if self._settings.float32_logits or self._settings.head_mode:  # logits for sampling have the loss's precision
             self._float32_layer = model.output_layer
             self._take_run = compute_in_float32(model.output_layer, backward=self._settings.head_backward)
@@ -90,7 +90,7 @@ class ModelLoss:
 
     def check_layer(self, device: torch.device) -> None:
         """Check before the step that the output layer fits the loss; read the teacher's head, once."""
-        if self._layer is not None:
+        if self.is_attached:
             check_role(self._layer, is_critic=self._settings.is_critic)
         if self._float32_layer is None:
             return
