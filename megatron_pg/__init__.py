@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from megatron_pg.plan.settings import LossSettings as LossSettings
     from megatron_pg.plan.shared_documents import SharedDocumentAccumulator as SharedDocumentAccumulator
     from megatron_pg.rollouts.advantages import Advantages as Advantages
+    from megatron_pg.rollouts.advantages import Gae as Gae
+    from megatron_pg.rollouts.advantages import gae as gae
     from megatron_pg.rollouts.advantages import group_advantages as group_advantages
     from megatron_pg.rollouts.file import RolloutWriter as RolloutWriter
     from megatron_pg.rollouts.file import read_rollouts as read_rollouts
@@ -67,7 +69,7 @@ _NAMES = {
     "plan.plan": "StepPlan plan_step",
     "plan.settings": "LossSettings",
     "plan.shared_documents": "SharedDocumentAccumulator",
-    "rollouts.advantages": "Advantages group_advantages",
+    "rollouts.advantages": "Advantages Gae gae group_advantages",
     "rollouts.file": "RolloutWriter read_rollouts",
     "rollouts.lines": "RolloutFileError RolloutWriteError",
     "rollouts.sample": "Sample",

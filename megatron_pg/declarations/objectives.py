@@ -193,17 +193,15 @@ OBJECTIVES = {
         has_one_advantage_per_sequence=True,
     ),
 }
-CRITIC = "value_loss"  # the objective of `--pg-role critic`, which has no name among those of policies
-CRITICS = {
-    CRITIC: ObjectiveDeclaration(
-        formula="ℓ = ½·max((v - R)², (v_c - R)²), v_c = v held to v_old ± clip",
-        numbers={VALUE_CLIP: math.inf},
-        bounds={"clip": "{clip:g} on either side of v_old, inf: off  (--pg-value-clip)"},
-        no_token_kernel="its values are one number per token",
-        role="critic",
-        reads=("values", "returns"),
-    )
-}
+VALUE_LOSS = "value_loss"  # the objective of `--pg-role critic`, which has no name among those of policies
+CRITIC = ObjectiveDeclaration(
+    formula="ℓ = ½·max((v - R)², (v_c - R)²), v_c = v held to v_old ± clip",
+    numbers={VALUE_CLIP: math.inf},
+    bounds={"clip": "{clip:g} on either side of v_old, inf: off  (--pg-value-clip)"},
+    no_token_kernel="its values are one number per token",
+    role="critic",
+    reads=("values", "returns"),
+)
 ELSEWHERE = {
     "ppo": "grpo",
     "ppo_clip": "grpo",

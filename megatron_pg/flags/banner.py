@@ -9,7 +9,7 @@ from megatron_pg.declarations.choices import DENOMINATORS, ROLES
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.installation import installed_version
 from megatron_pg.declarations.loss_terms import AS_POLICY, KINDS, SHORTHANDS, LossTerm
-from megatron_pg.declarations.objectives import CRITIC, CRITICS, DEFAULT, OBJECTIVES
+from megatron_pg.declarations.objectives import CRITIC, DEFAULT, OBJECTIVES
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import is_float32
 from megatron_pg.rollouts.fields import POLICY
@@ -22,11 +22,11 @@ _PACKAGES = ("megatron-pg", "megatron-core", "torch")  # whose versions the bann
 def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
     """Rows (name, text) of the effective objective, from arguments that `validate_args` has accepted."""
     facts = Facts(args)
-    return [
+    rows = [
         *_objective_rows(facts),
         *_aggregation_rows(facts),
         *_term_rows(facts),
-        *_policy_rows(facts, ("temperature", f"softmax(z / {args.pg_temperature:g}), in float32  (--pg-temperature)")),
+        ("temperature", f"softmax(z / {args.pg_temperature:g}), in float32  (--pg-temperature)"),
         (
             "counted over",
             "all micro-batches and data-parallel ranks of one optimizer step; context-parallel copies once",
@@ -35,15 +35,12 @@ def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
         ("Megatron", _contract(args)),
         ("layout", _layout(args)),
         *_head_rows(facts),
-        *_policy_rows(facts, ("kernel", f"{args.pg_kernel or 'triton on CUDA, torch elsewhere'}  (--pg-kernel)")),
+        ("kernel", f"{args.pg_kernel or 'triton on CUDA, torch elsewhere'}  (--pg-kernel)"),
         ("metrics", f"{args.pg_metrics}, means per sample for every aggregation  (--pg-metrics)"),
         ("versions", ", ".join(f"{name} {installed_version(name) or 'absent'}" for name in _PACKAGES)),
     ]
-
-
-def _policy_rows(facts: Facts, *rows: tuple[str, str]) -> tuple[tuple[str, str], ...]:
-    """Rows about log-probabilities, which a critic has not."""
-    return () if facts.is_critic else rows
+    of_policies = ("temperature", "kernel") if facts.is_critic else ()
+    return [row for row in rows if row[0] not in of_policies]
 
 
 def in_force(args: argparse.Namespace, impl: str) -> argparse.Namespace:
@@ -80,7 +77,7 @@ def _objective_rows(facts: Facts) -> list[tuple[str, str]]:
             *([("parameters", shown)] if shown else []),
         ]
     if facts.is_critic:
-        return [("objective", f"{CRITICS[CRITIC].formula}  (--pg-role critic)"), *CRITICS[CRITIC].bound_rows(numbers)]
+        return [("objective", f"{CRITIC.formula}  (--pg-role critic)"), *CRITIC.bound_rows(numbers)]
     declared = OBJECTIVES[str(facts.selected_objective.name)]
     flag = "" if args.pg_objective == DEFAULT else f"  (--pg-objective {args.pg_objective})"
     return [("objective", declared.formula + flag), *declared.bound_rows(numbers)]

@@ -8,14 +8,7 @@ from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS, Aggr
 from megatron_pg.declarations.corrections import CORRECTIONS, PENALTY, CorrectionDeclaration
 from megatron_pg.declarations.declaration import resolved
 from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, LossTerm
-from megatron_pg.declarations.objectives import (
-    CLIP_EPS_HIGH,
-    CLIP_EPS_LOW,
-    CRITIC,
-    CRITICS,
-    OBJECTIVES,
-    ObjectiveDeclaration,
-)
+from megatron_pg.declarations.objectives import CLIP_EPS_HIGH, CLIP_EPS_LOW, CRITIC, OBJECTIVES, ObjectiveDeclaration
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
 from megatron_pg.flags.option_text import Selection
 from megatron_pg.flags.term_text import parse
@@ -61,15 +54,10 @@ class Facts:
         return self.args.pg_role == "critic"
 
     @property
-    def objective_name(self) -> str:
-        """The name of the objective, unless it is custom."""
-        return CRITIC if self.is_critic else str(self.selected_objective.name)
-
-    @property
     def objective(self) -> ObjectiveDeclaration | None:
         """The declaration of the objective; None if it is custom or unknown."""
         if self.is_critic:
-            return CRITICS[CRITIC]
+            return CRITIC
         name = self.selected_objective.name
         return OBJECTIVES.get(name) if self.custom_objective is None and isinstance(name, str) else None
 
@@ -108,7 +96,7 @@ class Facts:
     def objective_numbers(self) -> dict[str, float]:
         """The objective's numbers by name, given ones before defaults. A custom objective gets those that are given."""
         if self.is_critic:
-            return resolved(CRITICS[CRITIC].numbers, vars(self.args))
+            return resolved(CRITIC.numbers, vars(self.args))
         flags = {name: vars(self.args)[name] for name in (CLIP_EPS_LOW.attribute, CLIP_EPS_HIGH.attribute)}
         if self.custom_objective is None:
             declared = OBJECTIVES[str(self.selected_objective.name)]

@@ -62,17 +62,12 @@ def add_value_head(model: Any) -> Any:
             there it is left as it is.
 
     Raises:
-        ValueError: the output layer shares the embedding's weight, or makes predictions of further tokens.
+        ValueError: the output layer shares the embedding's weight.
     """
     if model.share_embeddings_and_output_weights:
         raise ValueError(
             "the model's output layer shares the weight of its embedding, and a value head has its own. Build the "
             "model with --untie-embeddings-and-output-weights."
-        )
-    if getattr(model.config, "mtp_num_layers", None):
-        raise ValueError(
-            f"the model has mtp_num_layers={model.config.mtp_num_layers}, and a critic predicts no tokens. Build it "
-            "without multi-token prediction."
         )
     if model.post_process:
         model.output_layer = ValueHead(model.output_layer, next(model.parameters()).device)

@@ -10,6 +10,7 @@ import torch
 from megatron_pg.declarations.aggregations import STEP_MEANS
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, SHORTHANDS
+from megatron_pg.declarations.objectives import VALUE_LOSS
 from megatron_pg.flags.facts import Facts
 from megatron_pg.kernels import LossTerms
 from megatron_pg.kernels.device import chosen
@@ -63,8 +64,9 @@ class LossSettings:
         anchor = CORRECTIONS[correction.name].anchor
         opsm: dict[str, Any] = {"opsm_anchor": anchor, "opsm_threshold": correction.high} if anchor else {}
         depths = vars(args).get("mtp_num_layers") or 0
+        name = VALUE_LOSS if facts.is_critic else str(facts.selected_objective.name)
         terms = LossTerms(
-            objective=objective_of(facts.objective_name, **facts.objective_numbers)
+            objective=objective_of(name, **facts.objective_numbers)
             if facts.custom_objective is None
             else custom_objective_of(facts),
             **opsm,

@@ -167,10 +167,7 @@ class PolicyGradientStep:
                 "a parameter of the model"
             )
         return self._scaling.outputs(
-            total,
-            num_positions=local.num_positions,
-            policy=self._loss.diagnostics[local].policy,
-            name=ROLES[self.settings.terms.objective.role],
+            total, num_positions=local.num_positions, policy=self._loss.diagnostics[local].policy
         )
 
     # --- the step ---
@@ -328,6 +325,7 @@ class PolicyGradientStep:
             context_parallel_size=parallel_state.get_context_parallel_world_size(),
             num_positions=plan.num_positions if has_router else None,
             averages=always_averages(model),
+            name=ROLES[self.settings.terms.objective.role],
         )
 
     def _gather_and_check(self) -> StepFindings:

@@ -38,6 +38,7 @@ class LossScaling:
     data_parallel_size: int  # D
     context_parallel_size: int  # C
     num_positions: int | None = None  # of all ranks and micro-batches, under a mixture of experts
+    name: str = "pg_loss"  # of the policy term in Megatron's log
     averages: bool = False  # with the flag on the wrapper divides by D·C, and nothing else divides
 
     @property
@@ -63,17 +64,15 @@ class LossScaling:
         """n of a forward over `num_positions`."""
         return 1 if self.num_positions is None else num_positions
 
-    def outputs(
-        self, total: Tensor, *, num_positions: int = 0, policy: Tensor | None = None, name: str = "pg_loss"
-    ) -> tuple:
+    def outputs(self, total: Tensor, *, num_positions: int = 0, policy: Tensor | None = None) -> tuple:
         """Megatron's tuple from S = `total` (0-d, differentiable) of a forward over `num_positions`.
 
         The returned loss is a new tensor, because the schedule scales it in place. The report is a detached clone; its
         sum over micro-batches and ranks, divided by Megatron, is the objective. `policy` is the policy term if S has
-        others, and `name` its name in Megatron's log.
+        others.
         """
         value = total.detach() if policy is None else policy
-        report = {name: torch.stack([value, torch.full_like(value, 1.0 / self.num_forwards)])}
+        report = {self.name: torch.stack([value, torch.full_like(value, 1.0 / self.num_forwards)])}
         if not self.per_token:
             return total * (self.num_microbatches * self.data_parallel_size), report
         count = self.local_count(num_positions)  # on the device without a host sync

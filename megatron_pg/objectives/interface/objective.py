@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_pg.declarations.declaration import load
-from megatron_pg.declarations.objectives import CRITICS, OBJECTIVES
+from megatron_pg.declarations.objectives import CRITIC, OBJECTIVES, VALUE_LOSS
 from megatron_pg.objectives.interface.token_kernel import TokenKernel
 from megatron_pg.objectives.interface.tokens import Parameters, Tokens
 
@@ -40,7 +40,7 @@ class Objective:
 
 def objective_of(name: str, **numbers: float) -> Objective:
     """The declared objective with its numbers, which `validate_args` has checked; a missing one has its default."""
-    declared = (OBJECTIVES | CRITICS)[name]
+    declared = CRITIC if name == VALUE_LOSS else OBJECTIVES[name]
     numbers = {number.name: default for number, default in declared.numbers.items() if default is not None} | numbers
     loss, outside, averaged = declared.load(name)
     token_kernel = None
