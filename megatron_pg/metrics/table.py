@@ -438,7 +438,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     _part("_weights", lambda t: t.fields.weights, "Σ w [1]: part of aggregation_ess", role=None),
     _part("_squared_weights", lambda t: t.fields.weights.square(), "Σ w² [1]: part of aggregation_ess", role=None),
-    _clip(
+    _mean(
         "value_clipped_fraction",
         lambda t: t.outside[0] | t.outside[1],
         "1[(v_c - R)² > (v - R)²] [fraction]: tokens that lost their gradient by `--pg-value-clip`",
