@@ -31,12 +31,13 @@ from megatron_pg.flags.megatron import RULE_ARGUMENTS
 from megatron_pg.flags.objective import (
     add_objective_arguments,
     add_penalty_arguments,
+    add_role_arguments,
     add_weight_arguments,
     objective_violations,
     objective_warnings,
+    role_violations,
     weight_violations,
 )
-from megatron_pg.flags.role import add_role_arguments, role_violations
 from megatron_pg.flags.sampling_masks import add_sampling_mask_arguments, sampling_mask_violations
 from megatron_pg.flags.spelling import add_moved_arguments
 from megatron_pg.flags.terms import add_term_arguments, term_violations

@@ -1,15 +1,17 @@
 """A critic's output layer: one value per position instead of logits."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from megatron_pg.lm_head.products import logits_dtype
 
+Model = TypeVar("Model", bound=nn.Module)
+
 
 class ValueHead(nn.Module):
-    """The value of each position, v = h·w, in float32 whatever the dtype of the hidden states; w begins at 0.
+    """The value of each position, v = h·w, in float32 for hidden states of fewer bits, too; w begins at 0.
 
     Every tensor-parallel rank has the whole w and all values. Under sequence parallelism a rank computes those of its
     positions, and Megatron sums the gradient of w over the ranks as it does for norms.
@@ -54,7 +56,7 @@ class _Gathered(torch.autograd.Function):
         return grad.chunk(ctx.group.size())[ctx.group.rank()].contiguous(), None
 
 
-def add_value_head(model: Any) -> Any:
+def add_value_head(model: Model) -> Model:
     """Make a critic of `model`: replace its output layer by a `ValueHead`; returns it.
 
     Args:
