@@ -211,6 +211,7 @@ def metrics() -> str:
 
 def _metric_row(m: Metric) -> tuple[str, ...]:
     needs = f"; needs `{m.needs}`" if m.needs else f"; {ONLY_WITH[m.only_with]}" if m.only_with else ""
+    needs += "; with `--pg-role critic` only" if m.role == "critic" else ""
     level = "" if m.level == "basic" else f"; from level `{m.level}`"
     return f"`{m.name}`", f"{m.meaning} [{m.unit}]{needs}{level}", m.equation, DIVIDED_BY[m.kind]
 

@@ -38,6 +38,7 @@ from megatron_pg import (
     StepLog,
     StepReport,
     add_arguments,
+    add_value_head,
     cut_microbatches,
     describe,
     read_steps,
@@ -82,6 +83,7 @@ def build_model(step: PolicyGradientStep, args: argparse.Namespace) -> Distribut
         finalize_model_grads_func=finalize_model_grads,  # reduces gradients over the ranks
     )
     model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=SEQUENCE_LENGTH)
+    model = add_value_head(model) if args.pg_role == "critic" else model
     step.attach(model)  # before the model is wrapped
     return DistributedDataParallel(config, DistributedDataParallelConfig(), model.cuda())
 
@@ -120,6 +122,7 @@ def train(args: argparse.Namespace) -> None:
     model = build_model(step, args)
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=args.lr, clip_grad=1.0), [model])
     objective = dict(describe(args))
+    loss = "value_loss" if args.pg_role == "critic" else "pg_loss"
     is_first = torch.distributed.get_rank() == 0
     if is_first:
         print("\n".join(f"{name}: {text}" for name, text in objective.items()))
@@ -138,7 +141,7 @@ def train(args: argparse.Namespace) -> None:
         )
         if file is not None:
             file.write(step_record(log))
-            print(f"step {iteration}: pg_loss {log.report.metrics['pg_loss']:+.6f}, gradient norm {grad_norm:.6f}")
+            print(f"step {iteration}: {loss} {log.report.metrics[loss]:+.6f}, gradient norm {grad_norm:.6f}")
     if file is not None:
         file.close()
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatron_pg.batch.pack import pack as pack  # a static reader takes batch.pack for the module
     from megatron_pg.declarations.loss_terms import LossTerm as LossTerm
     from megatron_pg.flags.banner import describe as describe
+    from megatron_pg.lm_head.value_head import add_value_head as add_value_head
     from megatron_pg.metrics.file import MetricsFile as MetricsFile
     from megatron_pg.metrics.reporting import CallbackError as CallbackError
     from megatron_pg.plan.documents import DocumentAccumulator as DocumentAccumulator
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from megatron_pg.plan.settings import LossSettings as LossSettings
     from megatron_pg.plan.shared_documents import SharedDocumentAccumulator as SharedDocumentAccumulator
     from megatron_pg.rollouts.advantages import Advantages as Advantages
+    from megatron_pg.rollouts.advantages import Gae as Gae
+    from megatron_pg.rollouts.advantages import gae as gae
     from megatron_pg.rollouts.advantages import group_advantages as group_advantages
     from megatron_pg.rollouts.file import RolloutWriter as RolloutWriter
     from megatron_pg.rollouts.file import read_rollouts as read_rollouts
@@ -66,10 +69,11 @@ _NAMES = {
     "plan.plan": "StepPlan plan_step",
     "plan.settings": "LossSettings",
     "plan.shared_documents": "SharedDocumentAccumulator",
-    "rollouts.advantages": "Advantages group_advantages",
+    "rollouts.advantages": "Advantages Gae gae group_advantages",
     "rollouts.file": "RolloutWriter read_rollouts",
     "rollouts.lines": "RolloutFileError RolloutWriteError",
     "rollouts.sample": "Sample",
+    "lm_head.value_head": "add_value_head",
     "step.experts": "RoutingReplay",
     "step.findings": "StepReport",
     "step.forward_step": "PolicyGradientStep",

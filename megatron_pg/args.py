@@ -11,6 +11,7 @@ import json
 import math
 import os
 import warnings
+from functools import partial
 
 from megatron_pg.declarations.choices import IMPLEMENTATIONS, METRIC_LEVELS
 from megatron_pg.flags.aggregation import (
@@ -30,9 +31,12 @@ from megatron_pg.flags.megatron import RULE_ARGUMENTS
 from megatron_pg.flags.objective import (
     add_objective_arguments,
     add_penalty_arguments,
+    add_role_arguments,
     add_weight_arguments,
     objective_violations,
     objective_warnings,
+    role_violations,
+    weight_violations,
 )
 from megatron_pg.flags.sampling_masks import add_sampling_mask_arguments, sampling_mask_violations
 from megatron_pg.flags.spelling import add_moved_arguments
@@ -72,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     temperature = "Temperature of the rollouts, > 0: log-probabilities are of softmax(logits / TAU). Default 1.0."
     common.add_argument("--pg-temperature", type=float, default=1.0, metavar="TAU", help=temperature)
     add_penalty_arguments(common)
+    add_role_arguments(common)
     weights = parser.add_argument_group("megatron_pg: custom functions, weights and denominators")
     add_reducer_argument(weights)
     add_weight_arguments(weights)
@@ -153,9 +158,11 @@ def disagreement(per_rank: list[dict[str, str | None]]) -> str | None:
 
 
 def _violations(facts: Facts) -> list[tuple[str, str]]:
+    of_policies = objective_violations, term_violations, sampling_mask_violations, head_violations
     rules = (
-        *(aggregation_violations, _common_rules, objective_violations, term_violations, sampling_mask_violations),
-        *(head_violations, documents_violations, compatibility_violations),
+        *(aggregation_violations, _common_rules, partial(role_violations, defaults=default_arguments())),
+        *(() if facts.is_critic else of_policies),  # a critic's rule refuses their flags
+        *(weight_violations, documents_violations, compatibility_violations),
     )
     return numbered(violation for rule in rules for violation in rule(facts))
 

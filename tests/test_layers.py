@@ -46,7 +46,7 @@ IMPORTS = {
     "nemo_rl": {"hosts"},
     "verl": {"hosts"},
     "__init__": {  # lazily, and for type checkers
-        *("args", "batch", "declarations", "flags", "metrics", "plan", "rollouts", "step")
+        *("args", "batch", "declarations", "flags", "lm_head", "metrics", "plan", "rollouts", "step")
     },
     "__main__": {"cli"},
 }

@@ -36,6 +36,7 @@ class TokenFields:
     """The fields of this rank's T tokens, without the model's output: [T] each, in the order of the logits' rows.
 
     Fields of masked tokens are arbitrary: they are selected away before any exp. A field is None if no token has it.
+    Of a critic, the old values are in the place of `old_logprobs`, and the returns of `advantages`.
     """
 
     targets: Tensor  # int64, global ids; one outside the vocabulary at a trained token gives NaN

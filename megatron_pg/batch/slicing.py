@@ -80,11 +80,10 @@ class LocalBatch:
         sample = self.whole.samples[i]
         prompt_length = len(sample.tokens) - sample.response_length
         k = int(self.whole.position_ids[row, position]) + 1 - prompt_length
-        holders = sample, self.fields
         known = [
             name
-            for name in ("old_logprobs", "advantages")
-            if all(getattr(holder, name) is not None for holder in holders)
+            for name in ("old_logprobs", "advantages", "values", "returns")
+            if getattr(sample, name) is not None and getattr(self.fields, name, k) is not None
         ]
         given = ", ".join(f"{name} {float(getattr(sample, name)[k]):g}" for name in known)
         where = f"sample {sample.sample_id} (number {i} of its micro-batch), response token {k}"

@@ -1,6 +1,7 @@
 """The words that flags and functions share, in addition to the tables."""
 
 IMPLEMENTATIONS = ("triton", "torch")  # of log-probabilities and loss
+ROLES = {"policy": "pg_loss", "critic": "value_loss"}  # of the trained model, and what its loss is called in logs
 METRIC_LEVELS = ("none", "basic", "with_entropy")
 AUX_AGGREGATIONS = ("default", "policy")  # weights of the KL and entropy terms
 MTP_AGGREGATIONS = ("token_mean", "policy")  # weights of multi-token prediction

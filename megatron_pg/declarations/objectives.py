@@ -28,6 +28,8 @@ class ObjectiveDeclaration:
     has_one_advantage_per_sequence: bool = False
     module: str = ""  # of its functions; empty: megatron_pg.objectives.NAME
     no_token_kernel: str = ""  # why kernels do not compute it; empty: they do, by `token_kernels.NAME`
+    role: str = "policy"  # of the model that it trains; a critic's value v takes the place of log π
+    reads: tuple[str, str] = ("old_logprobs", "advantages")  # of the samples: the model's old output, and the target
 
     def bound_rows(self, numbers: Numbers) -> list[tuple[str, str]]:
         """Rows of the banner, from its numbers by name; `lower` and `upper` are the clip bounds."""
@@ -55,6 +57,8 @@ CLIP_EPS_LOW = Number(
 CLIP_EPS_HIGH = Number(
     name="clip_eps_high", low=0.0, high=math.inf, requirement="finite and >= 0", flag="--pg-clip-eps-high"
 )
+
+VALUE_CLIP = Number(name="clip", low=ABOVE_ZERO, high=math.inf, requirement="finite and > 0", flag="--pg-value-clip")
 
 
 def _positive(name: str) -> Number:
@@ -189,6 +193,15 @@ OBJECTIVES = {
         has_one_advantage_per_sequence=True,
     ),
 }
+VALUE_LOSS = "value_loss"  # the objective of `--pg-role critic`, which has no name among those of policies
+CRITIC = ObjectiveDeclaration(
+    formula="ℓ = ½·max((v - R)², (v_c - R)²), v_c = v held to v_old ± clip",
+    numbers={VALUE_CLIP: math.inf},
+    bounds={"clip": "{clip:g} on either side of v_old, inf: off  (--pg-value-clip)"},
+    no_token_kernel="its values are one number per token",
+    role="critic",
+    reads=("values", "returns"),
+)
 ELSEWHERE = {
     "ppo": "grpo",
     "ppo_clip": "grpo",

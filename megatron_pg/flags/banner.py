@@ -5,11 +5,11 @@ import shlex
 from collections.abc import Sequence
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
-from megatron_pg.declarations.choices import DENOMINATORS
+from megatron_pg.declarations.choices import DENOMINATORS, ROLES
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.installation import installed_version
 from megatron_pg.declarations.loss_terms import AS_POLICY, KINDS, SHORTHANDS, LossTerm
-from megatron_pg.declarations.objectives import DEFAULT, OBJECTIVES
+from megatron_pg.declarations.objectives import CRITIC, DEFAULT, OBJECTIVES
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import is_float32
 from megatron_pg.rollouts.fields import POLICY
@@ -22,7 +22,7 @@ _PACKAGES = ("megatron-pg", "megatron-core", "torch")  # whose versions the bann
 def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
     """Rows (name, text) of the effective objective, from arguments that `validate_args` has accepted."""
     facts, cap = Facts(args), args.pg_logit_softcap
-    return [
+    rows = [
         *_objective_rows(facts),
         *_aggregation_rows(facts),
         *_term_rows(facts),
@@ -40,6 +40,8 @@ def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
         ("metrics", f"{args.pg_metrics}, means per sample for every aggregation  (--pg-metrics)"),
         ("versions", ", ".join(f"{name} {installed_version(name) or 'absent'}" for name in _PACKAGES)),
     ]
+    of_policies = ("temperature", "kernel") if facts.is_critic else ()
+    return [row for row in rows if row[0] not in of_policies]
 
 
 def in_force(args: argparse.Namespace, impl: str) -> argparse.Namespace:
@@ -75,6 +77,8 @@ def _objective_rows(facts: Facts) -> list[tuple[str, str]]:
             ("objective", f"ℓ = a custom function  ({facts.custom_objective})"),
             *([("parameters", shown)] if shown else []),
         ]
+    if facts.is_critic:
+        return [("objective", f"{CRITIC.formula}  (--pg-role critic)"), *CRITIC.bound_rows(numbers)]
     declared = OBJECTIVES[str(facts.selected_objective.name)]
     flag = "" if args.pg_objective == DEFAULT else f"  (--pg-objective {args.pg_objective})"
     return [("objective", declared.formula + flag), *declared.bound_rows(numbers)]
@@ -167,13 +171,13 @@ def _auxiliary_weights(args: argparse.Namespace) -> str:
 
 
 def _aggregation_rows(facts: Facts) -> list[tuple[str, str]]:
-    args = facts.args
+    args, name = facts.args, ROLES[facts.args.pg_role]
     if not facts.has_objective:
         return []
     if args.custom_pg_loss_reducer_function_path is not None:
         unit = "1/T" if vars(args).get("calculate_per_token_loss", False) else "1/N_r"
         path = args.custom_pg_loss_reducer_function_path
-        return [("pg_loss", f"({unit}) Σ reducer(ℓ)  (--custom-pg-loss-reducer-function-path {path})")]
+        return [(name, f"({unit}) Σ reducer(ℓ)  (--custom-pg-loss-reducer-function-path {path})")]
     mode = args.loss_aggregation
     flag = f"--loss-aggregation {mode}"
     if args.loss_aggregation_divisor is not None:
@@ -181,7 +185,7 @@ def _aggregation_rows(facts: Facts) -> list[tuple[str, str]]:
     counted, tokens, _ = DENOMINATORS[args.pg_denominator]
     declared = AGGREGATIONS[mode]
     denominator = declared.denominator.format(counted=counted, tokens=tokens, divisor=args.loss_aggregation_divisor)
-    return [("pg_loss", f"{declared.formula}  ({flag})"), ("weight", f"1/δ, δ = {denominator}")]
+    return [(name, f"{declared.formula}  ({flag})"), ("weight", f"1/δ, δ = {denominator}")]
 
 
 def _head_rows(facts: Facts) -> list[tuple[str, str]]:

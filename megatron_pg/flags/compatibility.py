@@ -46,6 +46,10 @@ def _fuses_head(facts: Facts) -> bool:
     return facts.args.pg_fused_head is not None
 
 
+def _is_critic(facts: Facts) -> bool:
+    return facts.is_critic
+
+
 def _has_own_head(facts: Facts) -> bool:
     return bool(facts.args.fp32_lm_head or facts.args.pg_fused_head)
 
@@ -58,6 +62,7 @@ _SCALE = (
     "E55 {flag} uses a loss scale that is not known when --pg-fused-head computes the gradient; use --pg-fused-head "
     "recompute"
 )
+_CRITIC = "E46 {flag} %s and cannot be combined with --pg-role critic; remove it"
 _STEPS = "E62 {flag} %s, and with --docs-per-step every step has its own number of micro-batches; remove it"
 # Megatron's arguments that are refused where the condition is true: name, condition, rule and message.
 REFUSED: tuple[tuple[str, Callable[[Facts], bool], str], ...] = (
@@ -127,6 +132,12 @@ REFUSED: tuple[tuple[str, Callable[[Facts], bool], str], ...] = (
         _has_own_head,
         "E53 {flag} {value} also changes the precision of the logits; remove it, or the float32 head",
     ),
+    ("mtp_num_layers", _is_critic, _CRITIC % "predicts tokens from logits"),
+    ("use_mup", _is_critic, _CRITIC % "scales the output layer's result as logits"),
+    ("defer_embedding_wgrad_compute", _is_critic, _CRITIC % "delays the gradient of an output layer with logits"),
+    ("fp8_output_proj", _is_critic, _CRITIC % "replaces the output layer"),
+    ("use_torch_fsdp2", _is_critic, _CRITIC % "was not run with a value head"),
+    ("use_megatron_fsdp", _is_critic, _CRITIC % "was not run with a value head"),
     ("use_mup", _fuses_head, _LOGITS % "scales the logits"),
     ("cross_entropy_loss_fusion", _fuses_head, _LOGITS % "is a loss over logits"),
     *((name, lambda facts: facts.args.pg_fused_head in AT_ONCE, _SCALE) for name in ("fp16", "loss_scale")),

@@ -6,8 +6,9 @@ from typing import Any
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS, AggregationDeclaration
 from megatron_pg.declarations.corrections import CORRECTIONS, PENALTY, CorrectionDeclaration
+from megatron_pg.declarations.declaration import resolved
 from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, LossTerm
-from megatron_pg.declarations.objectives import CLIP_EPS_HIGH, CLIP_EPS_LOW, OBJECTIVES, ObjectiveDeclaration
+from megatron_pg.declarations.objectives import CLIP_EPS_HIGH, CLIP_EPS_LOW, CRITIC, OBJECTIVES, ObjectiveDeclaration
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
 from megatron_pg.flags.option_text import Selection
 from megatron_pg.flags.term_text import parse
@@ -48,8 +49,15 @@ class Facts:
         return self.aggregation is not None and self.aggregation.is_per_token
 
     @property
+    def is_critic(self) -> bool:
+        """Whether the model is a critic."""
+        return self.args.pg_role == "critic"
+
+    @property
     def objective(self) -> ObjectiveDeclaration | None:
         """The declaration of the objective; None if it is custom or unknown."""
+        if self.is_critic:
+            return CRITIC
         name = self.selected_objective.name
         return OBJECTIVES.get(name) if self.custom_objective is None and isinstance(name, str) else None
 
@@ -87,6 +95,8 @@ class Facts:
     @property
     def objective_numbers(self) -> dict[str, float]:
         """The objective's numbers by name, given ones before defaults. A custom objective gets those that are given."""
+        if self.is_critic:
+            return resolved(CRITIC.numbers, vars(self.args))
         flags = {name: vars(self.args)[name] for name in (CLIP_EPS_LOW.attribute, CLIP_EPS_HIGH.attribute)}
         if self.custom_objective is None:
             declared = OBJECTIVES[str(self.selected_objective.name)]

@@ -1,4 +1,4 @@
-"""The flags of the objective: its numbers, correction, KL, entropy, gradient divisor. Needs no torch.
+"""The flags of role and objective: its numbers, correction, KL, entropy, gradient divisor. Needs no torch.
 
 Every objective and correction has its own numbers, the options of its text, with the defaults of its paper. A number
 that the selected one does not read is an error, and so is a missing number without a default.
@@ -15,13 +15,27 @@ from megatron_pg.declarations.choices import (
     MTP_AGGREGATIONS,
     MTP_TARGETS,
     OBJECTIVE_PARAMETERS,
+    ROLES,
 )
 from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS, OTHER_ESTIMATORS, CorrectionDeclaration
 from megatron_pg.declarations.declaration import ABOVE_ZERO, Number
-from megatron_pg.declarations.objectives import CLIP_EPS_HIGH, CLIP_EPS_LOW, OBJECTIVES, ObjectiveDeclaration
+from megatron_pg.declarations.objectives import (
+    CLIP_EPS_HIGH,
+    CLIP_EPS_LOW,
+    OBJECTIVES,
+    VALUE_CLIP,
+    ObjectiveDeclaration,
+)
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.values import are_numbers, choice, number
+
+# A critic reads these arguments in addition to those of its role; all others are about log-probabilities.
+_OF_BOTH = (
+    *("loss_aggregation", "loss_aggregation_divisor", "custom_pg_loss_reducer_function_path"),
+    *("pg_denominator", "pg_grad_divisor", "pg_metrics", "pg_dry_run"),
+    *("docs_per_step", "docs_per_step_policy", "docs_per_step_end", "docs_per_step_drop_position"),
+)
 
 
 def add_objective_arguments(group: argparse._ArgumentGroup) -> None:
@@ -106,11 +120,23 @@ def add_penalty_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--pg-entropy-coef", type=float, default=0.0, metavar="ETA", help=entropy_coef)
 
 
+def add_role_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of the trained model's role."""
+    role = (
+        "What the model is. policy (default): it gives logits. critic: it has a value head, of "
+        "megatron_pg.add_value_head, and learns the samples' returns by PPO's value loss."
+    )
+    group.add_argument("--pg-role", choices=ROLES, default="policy", help=role)
+    clip = (
+        "Hold a critic's value to EPS around the sample's old value in the value loss; EPS > 0. Default: not clipped."
+    )
+    group.add_argument(str(VALUE_CLIP.flag), type=float, metavar="EPS", help=clip)
+
+
 def objective_violations(facts: Facts) -> Violations:
     """Rules E24, E25 and E40 to E44 for the flags of the objective."""
     args = facts.args
     yield from _selection_rules(facts)
-    yield from choice("--pg-denominator", args.pg_denominator, DENOMINATORS)
     yield from choice("--pg-aux-aggregation", args.pg_aux_aggregation, AUX_AGGREGATIONS)
     if args.pg_kl_estimator is not None:
         yield from choice("--pg-kl-estimator", args.pg_kl_estimator, KL_ESTIMATORS, elsewhere=OTHER_ESTIMATORS)
@@ -119,13 +145,18 @@ def objective_violations(facts: Facts) -> Violations:
             yield from number(str(declared.flag), value, declared.low, declared.high, declared.requirement)
     yield from number("--pg-kl-coef", args.pg_kl_coef, 0.0, math.inf, "finite and >= 0")
     yield from number("--pg-entropy-coef", args.pg_entropy_coef, 0.0, math.inf, "finite and >= 0")
-    yield from number("--pg-grad-divisor", args.pg_grad_divisor, ABOVE_ZERO, math.inf, "finite and > 0")
     yield from _objective_rules(facts)
     yield from _correction_rules(facts)
     yield from _auxiliary_rules(args)
     yield from choice("--pg-mtp-aggregation", args.pg_mtp_aggregation, MTP_AGGREGATIONS)
     yield from choice("--pg-mtp-target", args.pg_mtp_target, MTP_TARGETS)
     yield from _prediction_rules(facts)
+
+
+def weight_violations(facts: Facts) -> Violations:
+    """Rules E24, E25 and E43 for what every role weighs tokens and gradients by."""
+    yield from choice("--pg-denominator", facts.args.pg_denominator, DENOMINATORS)
+    yield from number("--pg-grad-divisor", facts.args.pg_grad_divisor, ABOVE_ZERO, math.inf, "finite and > 0")
     yield from _denominator_rules(facts)
 
 
@@ -227,6 +258,25 @@ def _denominator_rules(facts: Facts) -> Violations:
         )
     else:
         yield f"E43 {chosen} has no effect with {facts.selected_correction}, which rejects no token; use live"
+
+
+def role_violations(facts: Facts, defaults: Mapping[str, object]) -> Violations:
+    """Rules E24, E25 and E45; `defaults` are those of all arguments."""
+    args, clip = facts.args, facts.args.pg_value_clip
+    yield from choice("--pg-role", args.pg_role, ROLES)
+    if clip is not None:
+        yield from number(str(VALUE_CLIP.flag), clip, VALUE_CLIP.low, VALUE_CLIP.high, VALUE_CLIP.requirement)
+    if not facts.is_critic:
+        if clip is not None:
+            yield f"E45 {VALUE_CLIP.flag} {clip} has no effect without --pg-role critic; remove it, or add that role"
+        return
+    for name, default in defaults.items():
+        value = vars(args)[name]
+        if name not in (*_OF_BOTH, "pg_role", VALUE_CLIP.attribute) and value != default:
+            shown = "" if value is True else f" {value}"
+            yield f"E45 --{name.replace('_', '-')}{shown} has no meaning with --pg-role critic; remove it"
+    if args.pg_metrics == "with_entropy":
+        yield "E45 --pg-metrics with_entropy has no meaning with --pg-role critic, which has no entropy; use basic"
 
 
 def objective_warnings(facts: Facts) -> list[str]:

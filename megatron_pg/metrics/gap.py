@@ -42,12 +42,12 @@ def difference(s: Sums) -> float:
 
 def spread(s: Sums) -> float:
     """Standard deviation of d."""
-    return math.sqrt(_variance(s, "d"))
+    return math.sqrt(variance(s, "d"))
 
 
 def correlation(s: Sums) -> float:
     """Correlation of d and b."""
-    return _covariance(s, "db", "d", "b") / math.sqrt(_variance(s, "d") * _variance(s, "b"))
+    return _covariance(s, "db", "d", "b") / math.sqrt(variance(s, "d") * variance(s, "b"))
 
 
 def temperature(s: Sums) -> float | None:
@@ -97,6 +97,7 @@ def _covariance(s: Sums, product: str, one: str, other: str) -> float:
     return s[product] / s["near"] - s[one] / s["near"] * (s[other] / s["near"])
 
 
-def _variance(s: Sums, name: str) -> float:
+def variance(s: Sums, name: str) -> float:
+    """Of `name`, whose squares are summed as twice the name; 0 where it is rounding error."""
     variance = _covariance(s, 2 * name, name, name)
     return variance if variance > _ROUNDING * s[2 * name] / s["near"] else 0.0

@@ -37,6 +37,7 @@ _ADVISED = 3  # consecutive steps before advice is given
 # Signs of a healthy run and a red flag, in words or as a limit; "–" for none.
 SIGNS: dict[str, tuple[str, str | Limit]] = {
     "pg_loss": ("near 0, either sign", "a jump; never compare its size across aggregations"),
+    "explained_variance": ("rises towards 1", "below 0: the values are worse than the mean return"),
     "kl_loss": ("grows slowly", "β·kl_loss near |pg_loss|: the reference decides"),
     "kl_cov_loss": (
         "0 in the first update of a batch, then small",

@@ -34,6 +34,7 @@ class Reduction:
         features: of the loss (`settings.features_of`).
         own: names of the values that a custom objective reports.
         loss terms: those of the loss.
+        role: of the trained model.
 
     Raises:
         ValueError: one of these names is a metric of ours.
@@ -43,14 +44,19 @@ class Reduction:
     """
 
     def __init__(
-        self, level: str, features: Collection[str] = ("clip",), own: Sequence[str] = (), terms: Sequence[LossTerm] = ()
+        self,
+        level: str,
+        features: Collection[str] = ("clip",),
+        own: Sequence[str] = (),
+        terms: Sequence[LossTerm] = (),
+        role: str = "policy",
     ):
         if taken := sorted(_NAMES.intersection(own)):
             raise ValueError(
                 f"the custom objective reports {taken[0]!r}, which is a metric of megatron_pg. Choose another."
             )
         of_terms = [m for term in terms if term.name not in SHORTHANDS for m in term_metrics(term)]
-        declared = (*METRICS, *of_terms, *map(own_metric, own))
+        declared = [m for m in (*METRICS, *of_terms, *map(own_metric, own)) if m.role in (None, role)]
         levels = METRIC_LEVELS[: METRIC_LEVELS.index(level) + 1]
         active = [m for m in declared if m.level in levels and (m.only_with is None or m.only_with in features)]
         self.level = level

@@ -13,7 +13,7 @@ from megatron_pg.metrics.table import METRICS
 GROUP = "pg/"  # before every name in TensorBoard and W&B
 CONSOLE = (
     *("reward", "response_length", "pg_loss", "kl_new_old", "clipped_ratio_fraction", "ess", "entropy"),
-    *("max_advantage", "grad_norm"),
+    *("max_advantage", "value_loss", "explained_variance", "grad_norm"),
 )
 ADDED_BYTES = 1 << 14  # most that a callback may add to a step, as JSON
 

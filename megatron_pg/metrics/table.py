@@ -14,6 +14,7 @@
     part     a sum that only a ratio needs; not reported
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -44,6 +45,7 @@ class Metric:
     needs: str | None = None  # field of the samples without which the metric is absent
     only_with: str | None = None  # feature of the loss (settings.features_of) without which the metric is absent
     term: str | None = None  # without a token of which the metric is absent; None: the objective
+    role: str | None = "policy"  # of the model without which the metric is absent; None: any
 
 
 def _k3(x: Tensor) -> Tensor:
@@ -61,9 +63,8 @@ def _kind(kind: str, **shared: Any) -> Callable[..., Metric]:
     return metric
 
 
-_mean, _sum, _total, _max, _min, _step, _ratio, _part = map(
-    _kind, ("mean", "sum", "total", "max", "min", "step", "ratio", "part")
-)
+_mean, _sum, _total, _max, _min, _ratio, _part = map(_kind, ("mean", "sum", "total", "max", "min", "ratio", "part"))
+_step = _kind("step", role=None)
 _loss, _clip = _kind("sum", level="none"), _kind("mean", only_with="clip")
 _sequence, _correction = _kind("sum", only_with="sequence"), _kind("mean", only_with="correction")
 _selection, _farthest = _kind("step", only_with="selection"), _kind("rank", needs="rollout_logprobs")
@@ -77,7 +78,7 @@ def _count(name: str, text: str, *, is_policys: bool = False) -> Metric:
 
 def _fact(name: str, text: str, **rest: Any) -> Metric:
     """A property of `SampleFacts`, under its name there."""
-    return _kind("rollout")(name, attrgetter(name), text, **rest)
+    return _kind("rollout", role=None)(name, attrgetter(name), text, **rest)
 
 
 def _of_gap(name: str, formula: Callable[[gap.Sums], Any], text: str) -> Metric:
@@ -92,6 +93,25 @@ def _gap_sums(sums: Mapping[str, float]) -> dict[str, float]:
 def _summand(name: str) -> Metric:
     """A sum that the statistics of trainer against rollout engine read."""
     return _part(_GAP + name, lambda t: t.gap[name], "Σ [–]: part of mismatch/…", needs="rollout_logprobs")
+
+
+_MOMENTS = {  # of values v, returns R and errors e over the trained tokens
+    "v": lambda t: t.result.logprobs,
+    "vv": lambda t: t.result.logprobs.square(),
+    "R": lambda t: t.fields.advantages,
+    "RR": lambda t: t.fields.advantages.square(),
+    "e": lambda t: t.fields.advantages - t.result.logprobs,
+    "ee": lambda t: (t.fields.advantages - t.result.logprobs).square(),
+}
+
+
+def _of_critic(name: str, formula: Callable[[gap.Sums], Any], text: str) -> Metric:
+    """A statistic of a critic's values and returns over the T trained tokens of the step."""
+
+    def of_sums(sums: Mapping[str, float]) -> Any:
+        return formula({"near": sums["num_tokens"]} | {moment: sums[f"_critic/{moment}"] for moment in _MOMENTS})
+
+    return _ratio(name, of_sums, text, role="critic")
 
 
 def _farthest_rank(ranks: Any) -> tuple[Any, Any]:
@@ -160,6 +180,12 @@ METRICS: tuple[Metric, ...] = (
         lambda t: t.fields.weights * t.token_losses,
         "Σ w·ℓ [objective]: the policy term, with the weights of `--loss-aggregation` and its correction; no factor "
         "K, D or T in it",
+    ),
+    _loss(
+        "value_loss",
+        lambda t: t.fields.weights * t.token_losses,
+        "Σ w·ℓ [return²]: a critic's loss, with the weights of `--loss-aggregation`",
+        role="critic",
     ),
     _total(
         "loss",
@@ -340,6 +366,7 @@ METRICS: tuple[Metric, ...] = (
         lambda s: s["_weights"] * s["_weights"] / (s["num_tokens"] * s["_squared_weights"]),
         "(Σ w)² / (T · Σ w²) [fraction]: how evenly the aggregation spreads the gradient over tokens; 1 for "
         "token_mean and constant",
+        role=None,
     ),
     _mean(
         "kl_new_ref",
@@ -409,6 +436,26 @@ METRICS: tuple[Metric, ...] = (
         "gives the log-probabilities",
         level="with_entropy",
     ),
-    _part("_weights", lambda t: t.fields.weights, "Σ w [1]: part of aggregation_ess"),
-    _part("_squared_weights", lambda t: t.fields.weights.square(), "Σ w² [1]: part of aggregation_ess"),
+    _part("_weights", lambda t: t.fields.weights, "Σ w [1]: part of aggregation_ess", role=None),
+    _part("_squared_weights", lambda t: t.fields.weights.square(), "Σ w² [1]: part of aggregation_ess", role=None),
+    _mean(
+        "value_clipped_fraction",
+        lambda t: t.outside[0] | t.outside[1],
+        "1[(v_c - R)² > (v - R)²] [fraction]: tokens that lost their gradient by `--pg-value-clip`",
+        role="critic",
+    ),
+    _of_critic(
+        "explained_variance",
+        lambda s: 1 - gap.variance(s, "e") / gap.variance(s, "R"),
+        "1 - var(R - v)/var(R) [1]: share of the returns' variance that the values explain; absent where all returns "
+        "are equal",
+    ),
+    _of_critic("value_mean", lambda s: s["v"] / s["near"], "Σ v / T [return]: mean value"),
+    _of_critic("value_std", lambda s: math.sqrt(gap.variance(s, "v")), "√var(v) [return]: their standard deviation"),
+    _of_critic("return_mean", lambda s: s["R"] / s["near"], "Σ R / T [return]: mean return"),
+    _of_critic("return_std", lambda s: math.sqrt(gap.variance(s, "R")), "√var(R) [return]: their standard deviation"),
+    *(
+        _part(f"_critic/{name}", formula, "Σ [–]: part of the moments of values and returns", role="critic")
+        for name, formula in _MOMENTS.items()
+    ),
 )

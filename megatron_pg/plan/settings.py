@@ -10,6 +10,7 @@ import torch
 from megatron_pg.declarations.aggregations import STEP_MEANS
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, SHORTHANDS
+from megatron_pg.declarations.objectives import VALUE_LOSS
 from megatron_pg.flags.facts import Facts
 from megatron_pg.kernels import LossTerms
 from megatron_pg.kernels.device import chosen
@@ -65,8 +66,9 @@ class LossSettings:
         anchor = CORRECTIONS[correction.name].anchor
         opsm: dict[str, Any] = {"opsm_anchor": anchor, "opsm_threshold": correction.high} if anchor else {}
         depths = vars(args).get("mtp_num_layers") or 0
+        name = VALUE_LOSS if facts.is_critic else str(facts.selected_objective.name)
         terms = LossTerms(
-            objective=objective_of(str(facts.selected_objective.name), **facts.objective_numbers)
+            objective=objective_of(name, **facts.objective_numbers)
             if facts.custom_objective is None
             else custom_objective_of(facts),
             **opsm,
@@ -114,6 +116,11 @@ class LossSettings:
         return f"{self.impl}, {path_on(device).text}"
 
     @property
+    def is_critic(self) -> bool:
+        """Whether the model is a critic, which gives one value per token."""
+        return self.terms.objective.role == "critic"
+
+    @property
     def objective_tokens(self) -> tuple[str, ...]:
         """The loss terms whose tokens the objective trains: its own, or none."""
         return (OBJECTIVE.tokens,) if self.terms.has_objective else ()
@@ -126,6 +133,8 @@ class LossSettings:
     @property
     def over_sampling_mask(self) -> tuple[str, ...]:
         """The loss terms whose tokens need a sampling mask: a term there reads the policy over the mask."""
+        if self.is_critic:
+            return ()
         keeps = self.terms.sampling_mask_entropy == "kept"
         readers = [t for t in self.terms.all if t.is_over_sampling_mask or (keeps and t.kind == "entropy")]
         return tuple(dict.fromkeys(term.tokens for term in readers))
@@ -158,7 +167,7 @@ def metrics_of(
 ) -> Reduction:
     """The metrics of a loss."""
     features = features_of(terms, correction, mtp_depths, masks_missing=masks_missing)
-    return Reduction(level, features, terms.objective.reported, terms.further)
+    return Reduction(level, features, terms.objective.reported, terms.further, terms.objective.role)
 
 
 def features_of(
@@ -193,7 +202,9 @@ def _teacher_head(args: Namespace, path: str) -> TeacherHead:
 
 
 def _impl(args: Namespace) -> str:
-    if args.pg_kernel == "torch":  # no GPU is touched: a process that only plans may have none
+    if (
+        args.pg_kernel == "torch" or args.pg_role == "critic"
+    ):  # no GPU is touched: a process that only plans may have none
         return "torch"
     choice = chosen(args.pg_kernel)
     if args.pg_fused_head == "scaled_exp" and choice.kernel == "triton" and choice.device.type == "cuda":

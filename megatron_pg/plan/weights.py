@@ -76,12 +76,20 @@ def _whole(values: Tensor | None, batch: PackedBatch, members: Sequence[Sample])
 
 
 def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
-    """Samples have the fields that a loss term reads, finite at its tokens."""
+    """Samples have the fields that a loss term reads, finite at its tokens; those of the objective were checked."""
+    for sample in () if settings.is_critic or not settings.terms.has_objective else batch.samples:
+        if sample.term == POLICY and (sample.old_logprobs is None or sample.advantages is None):
+            raise ValueError(
+                f"sample {sample.sample_id} has returns for a critic and no old_logprobs or no advantages, which the "
+                "objective needs. Give both, or --pg-role critic."
+            )
     needs: list[tuple[str, str, str]] = []  # loss term of the tokens, field, who asks for it
     if field := CORRECTIONS[settings.correction.name].reads:
         needs.append((POLICY, field, f"--pg-correction {settings.correction.name}"))
     for term in settings.terms.further:
         needs += [(term.tokens, field, _asked_by(term)) for field in term.reads]
+    if settings.is_critic:
+        needs += [(POLICY, field, "--pg-role critic") for field in settings.terms.objective.reads]
     for term_name, name, flag in needs:
         for sample in batch.samples:
             if (mask := sample.mask_of(term_name)) is None:
@@ -175,6 +183,9 @@ def token_weights(
     else:
         weights = factors.reducer / max(plan.num_tokens if settings.per_token else plan.num_rollouts, 1)
     fields = {"weights": weights}
+    if settings.is_critic:
+        old, target = settings.terms.objective.reads
+        fields |= {"old_logprobs": batch.response_values(old), "advantages": batch.response_values(target)}
     if factors.corrections is not None:
         fields["corrections"] = factors.corrections
     if settings.trained != settings.objective_tokens:

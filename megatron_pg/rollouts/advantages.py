@@ -1,9 +1,10 @@
-"""Advantages of rollouts from their rewards, within their prompt groups; in float64, without torch."""
+"""Advantages of rollouts, within their prompt groups or by a critic (GAE); in float64, without torch."""
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from megatron_pg.rollouts.fields import Id, is_id, is_number, plain
@@ -145,3 +146,120 @@ def _ids(name: str, ids: Sequence[Any], size: int) -> list[Id]:
                 f"{name}[{i}]={shorten(value)} is neither an integer nor a printable string. Give every sample an id."
             )
     return plain_ids
+
+
+MASKED = ("skip", "pass")  # how `gae` treats masked tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Gae:
+    """Advantages and returns of a trajectory, by turn; 0 at tokens that are no steps."""
+
+    advantages: list[list[float]]  # [R] of each turn
+    returns: list[list[float]]  # that the critic learns
+    lam: float  # the policy's λ
+
+
+def gae(
+    rewards: Sequence[Sequence[float]],
+    values: Sequence[Sequence[float]],
+    loss_masks: Sequence[Sequence[int]],
+    *,
+    gamma: float,
+    next_value: float,
+    lam: float | None = None,
+    alpha: float | None = None,
+    critic_lam: float | None = None,
+    masked: str = "skip",
+) -> Gae:
+    """Generalized advantage estimation over the steps of one trajectory, through all its turns.
+
+        δ_k = r_k + γ V_{k+1} - V_k,   A_k = δ_k + γλ A_{k+1},   R_k = V_k + A_k with the critic's λ
+
+    A step is a trained token. `masked="skip"`: other tokens take no time. V_{k+1} is the value at the next trained
+    token, and a masked token's reward belongs to the step before it. `masked="pass"`: masked tokens are steps, too.
+
+    Args:
+        rewards: [turns][R] of each response token; a turn is a sample of the trajectory, in their order.
+        values: [turns][R] of the critic, V of the state in which each token was sampled; whole under context
+            parallelism (`cp_utils.all_gather_with_cp`).
+        loss_masks: [turns][R] 1 where the token is trained.
+        gamma: γ, from 0 to 1.
+        next_value: V after the last token: 0 if the response ended, the critic's value if it was truncated.
+        lam: λ, from 0 to 1.
+        alpha: in the place of `lam`, λ = max(0, 1 - 1/(alpha·l)) for a trajectory of l steps.
+        critic_lam: the critic's λ, 1 in VAPO; None: the policy's.
+        masked: skip or pass.
+
+    Raises:
+        ValueError: lengths differ, a number is not finite or out of its range, λ is given twice or not at all, or a
+            skipped token with a reward has no step before it.
+
+    Source: arXiv 1506.02438; two λ and `alpha`: VAPO, arXiv 2504.05118, without the bound at 0.
+    """
+    lengths, numbers = [len(turn) for turn in loss_masks], {"gamma": gamma, "lam": lam, "critic_lam": critic_lam}
+    _check_choices(masked, alpha, numbers)
+    mask = [bool(plain(trained)) for turn in loss_masks for trained in turn]
+    steps = [k for k, trained in enumerate(mask) if trained or masked == "pass"]
+    earned = _flat("rewards", rewards, lengths, range(len(mask)))
+    known = _flat("values", values, lengths, steps)
+    last = _finite("next_value", plain(next_value))
+    if steps and any(earned[: steps[0]]):
+        raise ValueError(
+            "rewards at masked tokens before the first trained token have no step. Give them to a later token, or pass "
+            'masked="pass".'
+        )
+    ends, baseline = [*steps[1:], len(mask)], [known[k] for k in steps]
+    own = [math.fsum(earned[begin:end]) for begin, end in zip(steps, ends, strict=False)]  # without steps, none
+    if lam is None:
+        lam = max(0.0, 1 - 1 / ((alpha or 1.0) * max(len(steps), 1)))
+    advantages, targets = (
+        _discounted(own, baseline, gamma, each, last) for each in (lam, lam if critic_lam is None else critic_lam)
+    )
+    returns = [target + value for target, value in zip(targets, baseline, strict=True)]
+    return Gae(_by_turn(steps, advantages, lengths), _by_turn(steps, returns, lengths), lam)
+
+
+def _by_turn(steps: list[int], numbers: list[float], lengths: list[int]) -> list[list[float]]:
+    at = dict(zip(steps, numbers, strict=True))
+    spread = iter([at.get(k, 0.0) for k in range(sum(lengths))])
+    return [list(islice(spread, length)) for length in lengths]
+
+
+def _discounted(rewards: list[float], values: list[float], gamma: float, lam: float, next_value: float) -> list[float]:
+    advantages, advantage = [0.0] * len(values), 0.0
+    for k in reversed(range(len(values))):
+        advantage = rewards[k] + gamma * next_value - values[k] + gamma * lam * advantage
+        advantages[k], next_value = advantage, values[k]
+    return advantages
+
+
+def _check_choices(masked: str, alpha: float | None, numbers: dict[str, float | None]) -> None:
+    if masked not in MASKED:
+        raise ValueError(f"masked={shorten(masked)} is neither skip nor pass. Choose one.")
+    if (numbers["lam"] is None) == (alpha is None):
+        raise ValueError("lam and alpha both set λ, and exactly one of them is needed. Give one.")
+    if alpha is not None and not (is_number(alpha) and alpha > 0):
+        raise ValueError(f"alpha={shorten(alpha)} is not a finite number > 0. Give one, 0.05 in VAPO.")
+    for name, number in numbers.items():
+        if number is not None and not (is_number(number) and 0 <= number <= 1):
+            raise ValueError(f"{name}={shorten(number)} is not a number from 0 to 1. Give one.")
+
+
+def _flat(name: str, turns: Sequence[Sequence[float]], lengths: list[int], read: Iterable[int]) -> list[float]:
+    """The numbers of all turns, finite where they are read."""
+    if [len(turn) for turn in turns] != lengths:
+        raise ValueError(
+            f"{name} have {[len(turn) for turn in turns]} entries and loss_masks {lengths}. Give one per response "
+            "token of each turn."
+        )
+    flat = [plain(number) for turn in turns for number in turn]
+    for k in read:
+        _finite(f"{name} of response token {k} of the trajectory", flat[k])
+    return flat
+
+
+def _finite(name: str, number: Any) -> float:
+    if not is_number(number):
+        raise ValueError(f"{name}={shorten(number)} is not a finite number. Repair it.")
+    return number

@@ -122,6 +122,8 @@ FIELDS = {
     "ref_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True),
     "teacher_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True, since=2),
     "old_entropies": Field(_are_numbers, is_required=False, is_per_token=True, since=2),
+    "values": Field(_are_numbers, is_required=False, is_per_token=True, since=3),
+    "returns": Field(_are_numbers, is_required=False, is_per_token=True, since=3),
     "teacher_topk": Field(_are_token_sets, is_required=False, since=2),
     "teacher_hidden": Field(_are_states, is_required=False, since=2),
     "sampling_mask": Field(_is_sampling_mask, is_required=False, since=3),
@@ -137,6 +139,7 @@ FIELDS = {
 }
 OLD_NAMES = {"stream": "term", "support": "sampling_mask"}  # of versions before 3
 REQUIRED = tuple(name for name, field in FIELDS.items() if field.is_required)
+REQUIRED_OF_CRITICS = tuple(name for name in REQUIRED if name not in ("old_logprobs", "advantage"))
 REQUIRED_OF_ALL = tuple(name for name in REQUIRED if not FIELDS[name].is_of_policy)
 OPTIONAL = tuple(name for name, field in FIELDS.items() if field.is_per_token and not field.is_required)
 ORIGINS = tuple(name for name, field in FIELDS.items() if field.is_origin)

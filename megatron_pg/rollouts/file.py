@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.rollouts import lines
-from megatron_pg.rollouts.fields import FIELDS, OLD_NAMES, POLICY, REQUIRED, REQUIRED_OF_ALL
+from megatron_pg.rollouts.fields import FIELDS, OLD_NAMES, POLICY, REQUIRED, REQUIRED_OF_ALL, REQUIRED_OF_CRITICS
 from megatron_pg.rollouts.lines import (
     FORMAT,
     VERSIONS,
@@ -165,7 +165,8 @@ def _check_appendable(path: Path, if_exists: str) -> int:
 
 def sample_of(record: dict, sample_id: str) -> Sample:
     """The sample of one line's object, checked; a ValueError describes what is wrong."""
-    required = REQUIRED if record.get("term", POLICY) == POLICY else REQUIRED_OF_ALL
+    required = REQUIRED_OF_CRITICS if "returns" in record else REQUIRED
+    required = required if record.get("term", POLICY) == POLICY else REQUIRED_OF_ALL
     if missing := [name for name in required if name not in record]:
         raise ValueError(
             f"field {missing[0]!r} is missing, so the sample cannot be trained. Required: {', '.join(required)}."

@@ -75,6 +75,8 @@ class Sample:
     ref_logprobs: Tensor | None = None  # [R] float64, nats, of the reference policy
     teacher_logprobs: Tensor | None = None  # [R] float64, nats, of the teacher
     old_entropies: Tensor | None = None  # [R] float64, nats, of the sampling policy's distribution of each token
+    values: Tensor | None = None  # [R] float64, a critic's, of the state in which each token was sampled
+    returns: Tensor | None = None  # [R] float64, that the critic learns; a sample with them may lack advantages
     teacher_topk: TokenSets | None = None  # the teacher's top-k tokens at each response token
     teacher_hidden: Tensor | None = None  # [R, H_T] bfloat16 or float32, after the teacher's last norm
     sampling_mask: RecordedMask | None = None  # what the rollout engine could have sampled; None: the whole vocabulary
@@ -97,7 +99,7 @@ class Sample:
         for name in ("advantages", "old_logprobs", *OPTIONAL):
             if (values := getattr(self, name)) is not None:
                 _check_values(name, values, self.loss_mask, self.sample_id)
-            elif self.term == POLICY and name not in OPTIONAL:
+            elif self.term == POLICY and name not in OPTIONAL and self.returns is None:
                 raise ValueError(
                     f"sample {self.sample_id} has no {name}, which the objective needs. Give them, or set the sample's "
                     "loss term to one that a --pg-term declares."

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, PackedBatch, local_experts
+from megatron_pg.declarations.choices import ROLES
 from megatron_pg.plan.documents import DocumentAccumulator, EndOfDocuments, StepDocuments, schedulable_count
 from megatron_pg.plan.errors import ScheduleError, StepPlanError
 from megatron_pg.plan.plan import StepPlan, check_count
@@ -325,6 +326,7 @@ class PolicyGradientStep:
             context_parallel_size=parallel_state.get_context_parallel_world_size(),
             num_positions=plan.num_positions if has_router else None,
             averages=always_averages(model),
+            name=ROLES[self.settings.terms.objective.role],
         )
 
     def _gather_and_check(self) -> StepFindings:

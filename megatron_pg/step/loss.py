@@ -47,13 +47,15 @@ def microbatch_loss(
     With sequence-level terms every context-parallel rank must call.
 
     Args:
-        logits: [T, V / tp]. The Triton kernels write the gradient over them.
+        logits: [T, V / tp]. The Triton kernels write the gradient over them. Of a critic, its values [T, 1].
         fields: of this rank's slice of the micro-batch.
         settings: the loss settings.
         tp_group: tensor-parallel group.
         grad_scale: `LossScaling.grad_scale`, so that the gradient is made in its final scale.
         totals: [] each, of the other losses in S, by metric.
     """
+    if settings.is_critic:
+        return _with_diagnostics(PolicyLoss(settings.terms, fields)(logits[:, 0]), fields, settings, totals)
     vocabulary = vocabulary_of(logits.shape[1], settings, tp_group)
     computed = policy_gradient_loss(
         logits,

@@ -38,6 +38,7 @@ class LossScaling:
     data_parallel_size: int  # D
     context_parallel_size: int  # C
     num_positions: int | None = None  # of all ranks and micro-batches, under a mixture of experts
+    name: str = "pg_loss"  # of the policy term in Megatron's log
     averages: bool = False  # with the flag on the wrapper divides by D·C, and nothing else divides
 
     @property
@@ -71,7 +72,7 @@ class LossScaling:
         others.
         """
         value = total.detach() if policy is None else policy
-        report = {"pg_loss": torch.stack([value, torch.full_like(value, 1.0 / self.num_forwards)])}
+        report = {self.name: torch.stack([value, torch.full_like(value, 1.0 / self.num_forwards)])}
         if not self.per_token:
             return total * (self.num_microbatches * self.data_parallel_size), report
         count = self.local_count(num_positions)  # on the device without a host sync

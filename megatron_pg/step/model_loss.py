@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from megatron_pg.batch import LocalBatch
 from megatron_pg.lm_head.output_layer import DeferredHead, HeadCall, check_layer, check_softcap, compute_in_float32
 from megatron_pg.lm_head.teacher_file import TeacherHead
+from megatron_pg.lm_head.value_head import check_role
 from megatron_pg.plan.errors import ScheduleError
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.plan.settings import LossSettings
@@ -89,7 +90,9 @@ class ModelLoss:
             model._postprocess = _postprocess
 
     def check_layer(self, device: torch.device) -> None:
-        """Check before the step that softcap and heads fit the output layer; read the teacher's head, once."""
+        """Check before the step that the output layer fits the loss; read the teacher's head, once."""
+        if self.is_attached:
+            check_role(self._layer, is_critic=self._settings.is_critic)
         if self._layer is not None:
             check_softcap(self._layer, self._settings.softcap)
         if self._float32_layer is None:

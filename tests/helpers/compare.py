@@ -12,8 +12,11 @@ from torch import Tensor
 
 OF_RANKS = frozenset(("mismatch/rank", "mismatch/rank_factor"))  # metrics of a layout, which one process has not
 _EXACT = ("max_", "min_", "num_", "mismatch_max")  # metrics that are picked or counted, not computed
-# quotients of differences of sums, whose last digits cancel where the log-probabilities of a step are nearly equal
-_OF_MOMENTS = ("mismatch/correlation", "mismatch/temperature", "mismatch/spread")
+# of differences of sums, whose last digits cancel where the log-probabilities, values or returns are nearly equal
+_OF_MOMENTS = (
+    *("mismatch/correlation", "mismatch/temperature", "mismatch/spread"),
+    *("explained_variance", "value_std", "return_std"),
+)
 CANCELLED = 1e-9  # what may be lost so
 
 

@@ -8,6 +8,9 @@ from rank_cases import (
     ALIKE,
     BALANCED,
     BALANCED_FULL,
+    CRITICS,
+    CRITICS_4,
+    CRITICS_FULL,
     DOCUMENTS,
     DOCUMENTS_4,
     DOCUMENTS_FULL,
@@ -76,6 +79,7 @@ def results(folder, full):
     balanced, replayed = (BALANCED_FULL, REPLAYED_FULL) if full else (BALANCED, REPLAYED)
     cases = {*trained, *hybrid_cases(full), *predicted, *balanced, *replayed, *MTP_PLAIN, *PIECES, *in_pieces(PIECES)}
     cases |= {*SCALED_EXP, *FSDP, *([*FSDP_FULL, *DOCUMENTS_FULL] if full else [])}
+    cases |= {*CRITICS, *(CRITICS_FULL if full else [])}
     cases = sorted({*cases, *DOCUMENTS, *DYNAMIC_DOCUMENTS, *EVALUATIONS}, key=lambda case: case.split("-")[0])
     references = [*REFERENCES, *hybrid(ALIKE), *MTP_REFERENCES, *MTP_ORACLES, *parts_of(balanced)]
     with processes.finished([processes.start(1, one, references)]):
@@ -239,6 +243,23 @@ def test_every_rank_reports_the_metrics_of_one_process(results, cases, evidence)
     evidence(cases=len(cases))
 
 
+@pytest.mark.proof("Real ranks, critics: gradient and metrics on 2 ranks equal one process")
+def test_a_critics_gradient_and_metrics_equal_those_of_one_process(results, full, evidence):
+    two, one = results
+    cases = [*CRITICS, *(CRITICS_FULL if full else [])]
+    evidence(cases=len(cases), worst=compare(two, one, cases), tolerance=LIMIT)
+    check_metrics(two, one, [case for case in cases if "docs" not in case], ranks=2)
+
+
+@pytest.mark.proof("Real ranks, critics: gradient and metrics on 4 ranks equal one process")
+def test_a_critic_on_four_ranks_equals_one_process(results, tmp_path, full, evidence):
+    if not full:
+        pytest.skip("four ranks are started by `make prove`")
+    with processes.finished([processes.start(4, tmp_path, CRITICS_4)]):
+        evidence(cases=len(CRITICS_4), worst=compare(tmp_path, results[1], CRITICS_4), tolerance=LIMIT)
+        check_metrics(tmp_path, results[1], CRITICS_4, ranks=4)
+
+
 @pytest.mark.proof("Multi-token prediction: every parameter's gradient on 2 ranks equals one process")
 def test_multi_token_prediction_has_the_gradient_and_metrics_of_one_process(results, full, evidence):
     two, one = results
@@ -369,5 +390,6 @@ def test_every_word_of_a_case_is_known():
         *MTP_PLAIN,
         *in_pieces(PIECES),
     ]
+    cases += [*CRITICS, *CRITICS_FULL, *CRITICS_4]
     cases += [*BALANCED, *BALANCED_FULL, *REPLAYED, *REPLAYED_FULL, *DOCUMENTS, *DOCUMENTS_4, *EVALUATIONS, *REFERENCES]
     assert {word for case in [*cases, *hybrid(FAST)] for word in case.split("-")[2:]} <= known

@@ -49,6 +49,30 @@ def repeated(folder, full):
     return run_own_loop(1, folder / "metrics.jsonl", "--lr", "0", "--rollouts", str(folder / "rollouts.jsonl"))
 
 
+@launches.launch
+def critics(folder, full):
+    """A critic's two steps, on one rank and on two; its samples have values and returns instead of advantages."""
+    path, of_policy = folder / "rollouts.jsonl", {"old_logprobs": None, "advantages": None}
+    with RolloutWriter(path, version=3) as writer:
+        for sample in (sample for step in read_steps(plain_torch.ROLLOUTS) for sample in step):
+            own = {"values": 0 * sample.old_logprobs, "returns": torch.full_like(sample.old_logprobs, sample.reward)}
+            writer.write([replace(sample, **own, **of_policy)])
+    flags = ("--pg-role", "critic", "--pg-value-clip", "0.05", "--rollouts", str(path))
+    return [run_own_loop(ranks, folder / f"{ranks}.jsonl", *flags) for ranks in (1, 2)]
+
+
+def test_an_own_loop_trains_a_critic_from_a_file(critics):
+    assert "--pg-role critic" in critics[0][0]["objective"]["objective"]
+    for alone, shared in zip(*critics, strict=True):
+        assert shared.pop("objective", None) == alone.pop("objective", None)
+        assert shared == pytest.approx(alone, rel=1e-4, abs=1e-7)
+        assert alone["value_loss"] > 0
+        assert alone["grad_norm"] > 0.01
+        assert "pg_loss" not in alone
+    first, second = critics[0]
+    assert first["value_mean"] == 0 != second["value_mean"]  # the head begins at 0
+
+
 def test_an_own_loop_on_two_ranks_logs_what_it_logs_on_one(one_rank, two_ranks):
     assert [record["iteration"] for record in one_rank] == [1, 2]
     assert one_rank[0]["objective"]["pg_loss"].endswith("(--loss-aggregation prompt_mean)")

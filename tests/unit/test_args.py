@@ -309,6 +309,7 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
     assert {name: value for name, value in given.items() if value is not None and value is not False} == {
         "pg_temperature": 1.0,
         "pg_objective": "grpo",
+        "pg_role": "policy",
         "pg_correction": "none",
         "pg_denominator": "scheduled",
         "pg_kl_coef": 0.0,

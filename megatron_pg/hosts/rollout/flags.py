@@ -62,7 +62,7 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
     if args.loss_type != "policy_loss":
         yield f"--loss-type {args.loss_type} is another loss; remove it, or remove this one"
     if options.get("use_critic"):
-        yield "--advantage-estimator ppo trains a critic, which this loss does not support. Use grpo."
+        yield "--advantage-estimator ppo trains a critic, whose loss this adapter does not replace. Use grpo."
     if options.get("allgather_cp") and options.get("context_parallel_size", 1) > 1:
         yield (
             f"--allgather-cp with --context-parallel-size {args.context_parallel_size} splits samples into contiguous "

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_pg.declarations.declaration import load
-from megatron_pg.declarations.objectives import OBJECTIVES
+from megatron_pg.declarations.objectives import CRITIC, OBJECTIVES, VALUE_LOSS
 from megatron_pg.objectives.interface.token_kernel import TokenKernel
 from megatron_pg.objectives.interface.tokens import Parameters, Tokens
 
 TOKEN_KERNELS = "megatron_pg.kernels.triton.token_kernels"
-_KIND = ("reads_sequences", "has_one_loss_per_sequence", "has_one_advantage_per_sequence")  # as declared
+# as declared
+_KIND = ("reads_sequences", "has_one_loss_per_sequence", "has_one_advantage_per_sequence", "role", "reads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class Objective:
     reads_sequences: bool = False
     has_one_loss_per_sequence: bool = False
     has_one_advantage_per_sequence: bool = False
+    role: str = "policy"
+    reads: tuple[str, str] = ("old_logprobs", "advantages")
     averaged: Callable[[Tokens, Parameters], Tensor] | None = None
     """[T] whose average over the whole sequence the loss reads as `sequence_average`; None: it reads none."""
     token_kernel: TokenKernel | None = None  # None: the kernels end in torch
@@ -37,7 +40,7 @@ class Objective:
 
 def objective_of(name: str, **numbers: float) -> Objective:
     """The declared objective with its numbers, which `validate_args` has checked; a missing one has its default."""
-    declared = OBJECTIVES[name]
+    declared = CRITIC if name == VALUE_LOSS else OBJECTIVES[name]
     numbers = {number.name: default for number, default in declared.numbers.items() if default is not None} | numbers
     loss, outside, averaged = declared.load(name)
     token_kernel = None

@@ -14,7 +14,7 @@ from megatron_pg.declarations.objectives import CLIP_EPS_HIGH, CLIP_EPS_LOW
 MAX_LOG_RATIO = 20.0  # beyond it the ratio is meaningless (e^20 = 5e8): value clamped, gradient 0, counted as a metric
 
 
-def bounded(values: Tensor, low: float = -math.inf, high: float = math.inf) -> Tensor:
+def bounded(values: Tensor, low: float | Tensor = -math.inf, high: float | Tensor = math.inf) -> Tensor:
     """Values clamped to [low, high]; the gradient is 1 from bound to bound, both inclusive, and 0 outside.
 
     The gradient of `torch.clamp` exactly at a bound is 1 up to torch 2.13 and 0 from 2.14 on. Ratios are often exactly
@@ -52,7 +52,10 @@ def given_by(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tokens:
-    """[T] of one dtype (float32 or float64) each. Tokens that are not trained hold 0, but for the averages."""
+    """[T] of one dtype (float32 or float64) each. Tokens that are not trained hold 0, but for the averages.
+
+    Of a critic, the values v are in the place of log π, its old values of log π_old, and its returns of A.
+    """
 
     logprobs: Tensor  # log π, nats, differentiable
     old_logprobs: Tensor  # log π_old, nats

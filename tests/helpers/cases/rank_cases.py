@@ -133,6 +133,21 @@ PIECES = words("""
 PIECES_4 = ["ep2pp2v-sample_mean-experts", "ep2pp2v-token_mean-experts-mtp", "ep2pp2v-constant-experts-fused"]
 # whole: loss terms over a teacher's whole vocabulary, in the fused head
 REFERENCES += [*crossed("dp1", EVERY_MODE, "whole"), "dp1-constant-tied-whole"]
+# critic: a value head, with samples that have values and returns
+CRITICS = words("""
+    dp2-sample_mean-critic dp2t-constant-critic-dist-overlap cp2-prompt_mean-critic cp2t-token_mean-critic
+    tp2-constant-critic tp2s-sample_mean-critic tp2s-token_mean-critic-dist-overlap tp2ts-prompt_mean-critic-activations
+    pp2-token_mean-critic pp2v-sample_mean-critic dp2-token_mean-critic-uneven dp2t-token_mean-critic-docs
+    dp2-constant-critic-hybrid tp2s-token_mean-critic-hybrid cp2t-prompt_mean-critic-rope-dynamic
+    ep2-constant-critic-experts
+""")
+CRITICS_FULL = [
+    *crossed(TWO, EVERY_MODE, "critic", ". dist-overlap activations"),
+    *crossed("dp2t cp2t tp2s pp2", EVERY_MODE, "critic-hybrid"),
+    *crossed("dp2t cp2t tp2ts", EVERY_MODE, "critic-docs"),
+]
+CRITICS_4 = crossed("dp2cp2t tp2pp2sv dp2tp2s tp2cp2", EVERY_MODE, "critic")
+REFERENCES += [*crossed("dp1", EVERY_MODE, "critic"), "dp1-prompt_mean-rope-critic", "dp1-constant-experts-critic"]
 # kept: samples say what could be sampled
 REFERENCES += crossed("dp1", EVERY_MODE, "kept")
 REFERENCES += ["dp1-sample_mean-experts-replay", "dp1-token_mean-experts-replay", "dp1-sample_mean-experts-choice"]
@@ -244,6 +259,9 @@ FAULTS = {
     "dp2-sample_mean-noids": "rank 0 has rollout_ids and rank 1 has none",
     "dp2-sample_mean-duplicate": "rollout '0/0' belongs to prompt groups",
     "dp2-constant-more": "rank 0 has 2 micro-batches, rank 1 has 3",
+    "pp2-constant-valued": "the model has a value head, and the loss is that of a policy",
+    "dp2-constant-critic-novalues": "rank 1: sample 1 has no values, which --pg-role critic needs",
+    "dp2-constant-criticalone": "rank 1: sample 1 has returns for a critic and no old_logprobs or no advantages",
     "dp2-constant-noref": "rank 0: sample 0 has no ref_logprobs, which --pg-kl-coef 0.1 needs",
     "dp2-constant-noteacher": "rank 0: sample 0 has no teacher_logprobs, which --pg-term teacher:opd needs",
     "dp2-constant-topkabsent": "rank 1: sample 1 has no teacher_topk, which --pg-term wide:topk_forward_kl needs",
@@ -276,7 +294,7 @@ FAULTS = {
 
 def reference_of(case: str) -> str:
     parts = case.split("-")
-    known = words("tied capped gspo experts replay rope mtp mtp2 own policy apart terms whole klcov kept")
+    known = words("tied capped gspo experts replay rope mtp mtp2 own policy apart terms whole klcov kept critic")
     found = ["capped" if part == "gemma" else part for part in parts[2:]]  # the same softcap
     options = [name for name in known if name in found]
     predicts = {"mtp", "mtp2"}.intersection(options)

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from rank_model import VOCABULARY, WIDTH
 from samples import make_sample
 
+from megatron_pg import add_value_head
 from megatron_pg.batch import pack
 from megatron_pg.declarations.corrections import PENALTY
 from megatron_pg.declarations.loss_terms import AS_POLICY, LossTerm
@@ -93,6 +94,8 @@ def change_model(fault: str, model: torch.nn.Module) -> None:
         model.output_layer.__class__ = Capped
     if fault == "bypassed" and model.post_process:
         model.output_layer.__class__ = Bypassing
+    if fault == "valued":
+        add_value_head(model)
     if fault == "scaled" and model.post_process:
         model.output_layer.register_forward_hook(lambda layer, inputs, output: (output[0] * 0.5, output[1]))
     if fault == "mtpnan" and on_rank_1():
@@ -322,6 +325,10 @@ DATA_FAULTS = {
     "norollout": lambda parts: change_one(parts, rollout_logprobs=None),
     "noids": lambda parts: change_all(parts, rollout_id=None),
     "duplicate": lambda parts: change_one(parts, rollout_id="0/0", prompt_id=99),
+    "novalues": lambda parts: change_one(parts, values=None),
+    "criticalone": lambda parts: change_one(
+        parts, **dict.fromkeys(("old_logprobs", "advantages")), returns=trained(parts).advantages
+    ),
     "topkabsent": lambda parts: change_one(parts, teacher_topk=None),
     "topkempty": lambda parts: taught(parts, token=-1),
     "wholeabsent": lambda parts: change_one(parts, teacher_hidden=None),

@@ -20,6 +20,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_pg import add_value_head
+
 WIDTH, VOCABULARY, LAYERS = 24, 16, 4
 EXPERTS = 4
 MTP_FACTOR = 0.3
@@ -57,6 +59,7 @@ OPTIONS = (
         "terms",
         "kept",
         "whole",
+        "critic",
     ),
     *(*LOSSES, "activations", "replay", "choice", "rope", "dynamic", *FSDP),
 )
@@ -73,10 +76,10 @@ class Layout:
     parallel ranks), losses of its router (auxloss, seqauxloss, zloss, or balance for all at once), activations (every
     layer is computed again in the backward), replay (the experts are the samples'), choice (they are the model's own),
     hybrid (a HybridModel), mtp and mtp2 (one and two depths of multi-token prediction; own: with the weights of the
-    aggregation; policy: against the policy's distribution; apart: they train their own layers only, from 0.19.2), rope
-    (rotary embeddings), dynamic (every micro-batch is cut over its own ranks), pieces (the model runs by a schedule
-    plan, together with another backward), loss terms and whole (further losses, over a teacher's top-k tokens or its
-    whole vocabulary).
+    aggregation; policy: against the policy's distribution; apart: they train their own layers only, from 0.19.2),
+    critic (a value head), rope (rotary embeddings), dynamic (every micro-batch is cut over its own ranks), pieces (the
+    model runs by a schedule plan, together with another backward), loss terms and whole (further losses, over a
+    teacher's top-k tokens or its whole vocabulary).
     """
 
     name: str
@@ -157,6 +160,7 @@ def build(layout: Layout, *, per_token: bool) -> list[GPTModel | HybridModel]:
     chunks = []
     for stage in range(layout.virtual_stages):
         model = _chunk(layout, config, stage if layout.virtual_stages > 1 else None)
+        model = add_value_head(model) if "critic" in layout.options else model
         for name, parameter in model.named_parameters():
             _fill(global_name(model, name), parameter)
         chunks.append(model)

@@ -50,7 +50,7 @@ from megatron_pg.lm_head.teacher_file import TeacherHead
 from megatron_pg.metrics import Reduction
 from megatron_pg.objectives import objective_of
 from megatron_pg.plan.documents import DocumentAccumulator, EndOfDocuments, Packing, Position, StepRule
-from megatron_pg.plan.settings import LossSettings
+from megatron_pg.plan.settings import LossSettings, metrics_of
 from megatron_pg.plan.shared_documents import SharedDocumentAccumulator
 from megatron_pg.rollouts.payloads import PAYLOADS
 from megatron_pg.rollouts.payloads.topk import TokenSets
@@ -98,6 +98,8 @@ def samples(options: frozenset[str] = frozenset()):
         return [taught(sample, number) for number, sample in enumerate(step)] if "whole" in options else step
     if "kept" in options:
         return [with_sampling_masks(sample, rng) for sample in step]
+    if "critic" in options:
+        return [with_values(sample, rng) for sample in step]
     if "replay" not in options:
         return step
     chosen = [[[rng.sample(range(EXPERTS), 2) for _ in range(LAYERS)] for _ in each.tokens[1:]] for each in step]
@@ -153,6 +155,13 @@ def mixed(sample: Sample, number: int) -> Sample:
     return replace(sample, teacher_logprobs=teacher, masks={"echo": ~sample.loss_mask} if number % 3 else {})
 
 
+def with_values(sample: Sample, rng: random.Random) -> Sample:
+    """For a critic alone: old values near the model's, and returns."""
+    drawn = [torch.tensor([rng.gauss(0.0, 1.0) for _ in sample.loss_mask], dtype=torch.float64) for _ in range(2)]
+    values, returns = (torch.where(sample.loss_mask, own, torch.nan) for own in drawn)
+    return replace(sample, values=values, returns=returns, old_logprobs=None, advantages=None)
+
+
 def with_sampling_masks(sample: Sample, rng: random.Random) -> Sample:
     """With 1 to 6 tokens that could be sampled, over which `tp` ranks lie, or the whole vocabulary; one alone is
     certain."""
@@ -181,6 +190,10 @@ HEAD_MODES = {"fused": "forward", "scaled_exp": "scaled_exp", "recompute": "reco
 
 
 def settings(aggregation: str, options: frozenset[str] = frozenset()) -> LossSettings:
+    if "critic" in options:
+        terms = LossTerms(objective=objective_of("value_loss", clip=0.7))
+        base = settings(aggregation, options - {"critic"})
+        return replace(base, terms=terms, metrics=metrics_of("basic", terms, base.correction))
     terms = WHOLE if "whole" in options else TERMS if "terms" in options else ()
     by_default = "forward" if "whole" in options else None
     return LossSettings(
@@ -388,7 +401,7 @@ def end_of(step: PolicyGradientStep, arguments: dict) -> str | None:
 
 
 def save_report(path: Path, losses: list, report, farewell: str | None, plans: int) -> None:
-    reported = [[float(v) for v in loss["pg_loss"]] for loss in losses]
+    reported = [[float(v) for v in next(iter(loss.values()))] for loss in losses]
     result = {
         "metrics": {name: value for name, value in report.metrics.items() if name not in OF_RANKS},
         "num_tokens": report.plan.num_tokens,
