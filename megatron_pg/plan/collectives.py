@@ -72,6 +72,16 @@ def broadcast_text(text: str, source: int, *, size: int = 1024) -> str:
     return decode(data.cpu())
 
 
+def broadcast_bytes(data: bytes, group: ProcessGroup) -> bytes:
+    """The bytes of the first rank of `group`."""
+    first, device = dist.get_global_rank(group, 0), device_of(group)
+    size = torch.tensor([len(data)], device=device)
+    dist.broadcast(size, src=first, group=group)
+    found = torch.frombuffer(bytearray(data[: int(size)].ljust(int(size), b"\0")), dtype=torch.uint8).to(device)
+    dist.broadcast(found, src=first, group=group)
+    return found.cpu().numpy().tobytes()
+
+
 def encode(text: str, size: int) -> Tensor:
     """[size] uint8: the text as UTF-8, truncated or padded."""
     return torch.frombuffer(

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, count
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class PlanRule:
     one_per_rollout: tuple[str, ...] = tuple(ONE_PER_ROLLOUT)  # fields with one value; of others, the largest counts
     depths: int = 0  # of multi-token prediction
     depth_aggregation: str = STEP_MEANS[True]  # of its cross-entropies
+    expected: int | None = None  # c, which stands for N while an open step does not know it
     arguments: tuple[tuple[str, str], ...] = ()  # flags with their values, which only the comparison of ranks reads
 
     @property
@@ -229,6 +230,39 @@ def local_table_of(
         shares=tuple(
             _share_of(k, batch, batch.cp_ranks) for k, batch in enumerate(batches) if batch.cp_ranks is not None
         ),
+    )
+
+
+def joined(tables: Sequence[LocalTable]) -> LocalTable:
+    """One table of several parts of a rank's step, in their order; samples of the last part alone are kept.
+
+    Raises:
+        ValueError: samples of some parts have a prompt id or a sampling mask, and those of others have none.
+    """
+    *earlier, last = tables
+    known = [table for table in tables if len(table.rows)] or [last]  # without samples, nothing is known of ids
+    for name in ("prompt_id", "sampling_mask"):
+        if {0, 1} <= {int(getattr(table, f"has_{name.replace('_id', '_ids')}")) for table in known}:
+            raise ValueError(
+                f"some adds of an open step have samples with a {name} and others have samples without one. Give it to "
+                "every sample or to none."
+            )
+    # nothing reads the others: a rollout has all its samples in one part, which was checked when it was added
+    samples = [None] * sum(len(table.rows) for table in earlier) + list(last.samples or ())
+    ids = {column: [id for table in known for id in table.ids[column] or ()] for column in known[0].ids}
+    return replace(
+        known[0],
+        rows=torch.cat([table.rows for table in tables]),
+        held=torch.cat([table.held for table in tables]),
+        ids={column: of_column or None for column, of_column in ids.items()},
+        num_positions=sum(table.num_positions for table in tables),
+        num_response_tokens=sum(table.num_response_tokens for table in tables),
+        num_missing=sum(table.num_missing for table in tables),
+        num_microbatches=0,
+        has_sampling_mask=max(table.has_sampling_mask for table in tables),
+        content=0,
+        environments=tuple(sorted({name for table in tables for name in table.environments})),
+        samples=cast(Sequence[Sample], samples),
     )
 
 

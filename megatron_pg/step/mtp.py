@@ -20,7 +20,6 @@ from megatron_pg.batch.slicing import DepthFields
 from megatron_pg.kernels import CrossEntropy, Vocabulary, cross_entropy
 from megatron_pg.lm_head import head_cross_entropy
 from megatron_pg.lm_head.output_layer import HeadCall
-from megatron_pg.plan.plan import StepPlan
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.loss import head_of
 
@@ -58,10 +57,10 @@ def _weighted(cross_entropies: CrossEntropy, depth: DepthFields) -> DepthLoss:
     )
 
 
-def totals_of(depths: Sequence[DepthLoss], plan: StepPlan, factor: float) -> dict[str, Tensor]:
-    """This micro-batch's part of the loss and of the fraction of accepted tokens, for the metrics; `factor` is λ."""
+def totals_of(depths: Sequence[DepthLoss], factor: float) -> dict[str, Tensor]:
+    """This micro-batch's part of the loss and of the number of accepted tokens, for the metrics; `factor` is λ."""
     if not depths:
         return {}
     accepted = torch.stack([depth.accepted for depth in depths]).sum().double()
     loss = torch.stack([depth.total.detach() for depth in depths]).sum()
-    return {"mtp_loss": loss, "loss": factor * loss, "mtp_acceptance": accepted / max(sum(plan.depth_counts), 1)}
+    return {"mtp_loss": loss, "loss": factor * loss, "mtp_accepted": accepted}

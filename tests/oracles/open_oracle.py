@@ -32,8 +32,8 @@ def number(documents: Sequence[Document], settings: Settings) -> int:
         by_prompt = settings.aggregation == "prompt_mean"
         unit = document.prompt_id if by_prompt else step_oracle.rollout_of(documents, i)
         units[unit] = units.get(unit, 0) + _counted(document, rows, settings)
-    counts_tokens = settings.aggregation == "token_mean" or (settings.aggregation == "root_length" and settings.per_token)
-    if counts_tokens:
+    by = settings.step_mean if settings.aggregation == "root_length" else settings.aggregation
+    if by == "token_mean":
         return max(sum(units.values()), 1)
     return sum(1 for tokens in units.values() if tokens or settings.denominator == "scheduled")
 
@@ -74,6 +74,6 @@ def arrivals(lengths: Sequence[int], seconds_per_token: float, delays: Sequence[
 
 
 def share_of_long(lengths: Sequence[int], chosen: Sequence[int]) -> float:
-    """The fraction of the chosen rollouts that is longer than the median of all; without a selection it is about 0.5."""
+    """The fraction of the chosen rollouts that is at least as long as the median of all; 0.5 without a selection."""
     middle = sorted(lengths)[len(lengths) // 2]
     return math.fsum(lengths[i] >= middle for i in chosen) / len(chosen)

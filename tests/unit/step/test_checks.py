@@ -31,7 +31,14 @@ def plan(denominator: float = 2.0) -> StepPlan:
     counted = ("samples", "rollouts", "tokens", "trained", "response_tokens", "positions")
     counts = {f"num_{name}": 1 for name in counted}
     denominators = torch.tensor([denominator], dtype=torch.float64)
-    rest = {"aggregation": "sample_mean", "divisor": None, "num_prompts": None, "num_microbatches": 1, "facts": None}
+    rest = {
+        "aggregation": "sample_mean",
+        "divisor": None,
+        "num_prompts": None,
+        "num_microbatches": 1,
+        "number": 1,
+        "facts": None,
+    }
     return StepPlan(denominators=denominators, **counts, **rest)
 
 
@@ -73,7 +80,7 @@ def test_peers_that_read_anything_else_stop_every_rank(changed):
         found, qkv_format = plan(own.pop("denominator", 2.0)), own.pop("qkv_format", "thd")
         found = dataclasses.replace(found, agreed=own.pop("agreed", 0))
         batch = pack([sample(**own)], qkv_format=qkv_format, **layouts[qkv_format])
-        checks.check_agreement([batch], found, None, ALONE)
+        checks.check_agreement([batch.digest], found, None, ALONE)
 
     if not changed:
         threads.run(2, work)
