@@ -131,7 +131,7 @@ class OpenPlan:
                     f"sample {sample.sample_id} has tokens of the loss term {found[0]}, whose denominators are known "
                     "when the open step closes. Give its micro-batch to close()."
                 )
-        if self.settings.counts_after_forward and self.rule.aggregation == "sample_mean":
+        if self.settings.counts_after_forward and _unit(self.rule.aggregation) == "rollout":
             _check_rejected_whole(batches)
 
     def _check_rest(self, batches: Sequence[PackedBatch], check: Check) -> None:
@@ -148,15 +148,15 @@ class OpenPlan:
 
 
 def _check_rejected_whole(batches: Sequence[PackedBatch]) -> None:
-    """Refuse rollouts of which a correction may reject a part: m would be known after the forward only."""
+    """Refuse rollouts of which a correction may reject a part: their weights would be known after the forward only."""
     seen = set()
     for sample in (sample for batch in batches for sample in batch.samples):
         signs = cast(Tensor, sample.advantages)[sample.loss_mask] < 0
         if sample.rollout_id in seen or (signs.any() and not signs.all()):
             raise ScheduleError(
                 f"a part of rollout {shorten(sample.rollout_id)} may be rejected (it has several samples, or "
-                "advantages of both signs), and --pg-denominator kept with sample_mean counts what is left of it. Use "
-                "token_mean or constant."
+                "advantages of both signs), and --pg-denominator kept counts rollouts by what is left of them. Use "
+                "token_mean."
             )
         seen.add(sample.rollout_id)
 
@@ -193,6 +193,8 @@ def _named(term: LossTerm) -> str:
 def _has_second_number(term: LossTerm, settings: LossSettings) -> bool:
     """Whether a term over the objective's tokens has another N. Tokens of other terms are not added, but wait."""
     rule = settings.plan_rule
-    if term.tokens != OBJECTIVE.tokens or term.aggregation == AS_POLICY:
+    if term.tokens != OBJECTIVE.tokens:
         return False
+    if term.aggregation == AS_POLICY:  # its tokens of a rollout that the model rejects would have no weight
+        return settings.counts_after_forward and _unit(rule.aggregation) == "rollout"
     return _unit(str(term.aggregation)) != _unit(rule.aggregation) or rule.denominator == "kept"

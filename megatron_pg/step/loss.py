@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import TokenFields
 from megatron_pg.batch.sequences import Sequences
+from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, Vocabulary, may_be_overwritten, policy_gradient_loss
 from megatron_pg.lm_head import Head, policy_gradient_head_loss
 from megatron_pg.lm_head.output_layer import HeadCall
@@ -148,10 +149,13 @@ def _with_diagnostics(
         values = TokenValues(fields, computed, settings.terms, totals, **sizes)
         if settings.terms.further:
             policy = torch.where(fields.objective_mask, fields.weights * values.token_losses, 0).sum()
-        diagnostics = Diagnostics(policy, settings.metrics.partial(values), _count_nonfinite(values))
+        kept = None
         if settings.counts_after_forward:
-            diagnostics = diagnostics._replace(kept=_count_kept(values))
-        return computed.loss, diagnostics
+            kept = _count_kept(values)
+            if AGGREGATIONS[settings.aggregation].unit != "token":  # a rollout that is rejected whole has no weight
+                fields = replace(fields, weights=torch.where(values.corrections == 0, 0, fields.weights))
+                values = replace(values, fields=fields)
+        return computed.loss, Diagnostics(policy, settings.metrics.partial(values), _count_nonfinite(values), kept=kept)
 
 
 def _count_kept(values: TokenValues) -> Tensor:
