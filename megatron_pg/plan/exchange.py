@@ -12,7 +12,7 @@ rank.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -137,12 +137,6 @@ class WholeStep:
     divided: Mapping[str, Stray]  # by kind: a unit of `PlanRule.undivided` on two ranks
     mixed: Stray | None  # a rollout of two prompts
     conflicting: Mapping[str, Stray]  # by field: a rollout with two rewards, or of two environments
-
-    def assuming(self, number: int) -> "WholeStep":
-        """The step as if every number of rollouts, prompts and tokens were this one; the tokens of units stay."""
-        numbers = [number] * len(self.tokens)
-        units = {kind: replace(each, counted=numbers, live=numbers) for kind, each in self.units.items()}
-        return replace(self, units=units, tokens=numbers, num_trained=number)
 
 
 def exchange(

@@ -185,10 +185,10 @@ def plan_from_table(
     _check_conflicts(whole.conflicting, local, name_of, group)
     warning = _check_unique(whole, heads, rule, local, group)
     depths, kept = range(len(rule.counted) - rule.depths, len(rule.counted)), int(rule.denominator == "kept")
-    whole = whole if number is None else whole.assuming(number)
-    _check_counted(whole.num_trained, whole.tokens[0], whole.tokens[kept])
+    if number is None:
+        _check_counted(whole.num_trained, whole.tokens[0], whole.tokens[kept])
     with_prompts = number is not None or any(head.has_prompt_ids == 1 for head in heads)
-    count = partial(_counts, whole, with_prompts=with_prompts, divisor=rule.divisor)
+    count = partial(_counts, whole, with_prompts=with_prompts, divisor=rule.divisor, number=number)
     counts, of_depths = count(0, live_only=False), [count(column, live_only=rule.live_only) for column in depths]
     of_objective = count(kept, live_only=rule.live_only)
     return StepPlan(
@@ -373,9 +373,11 @@ def _check_counted(num_trained: int, num_tokens: int, num_kept: int) -> None:
         )
 
 
-def _counts(whole: WholeStep, column: int, *, live_only: bool, with_prompts: bool, divisor: float | None) -> StepCounts:
+def _counts(
+    whole: WholeStep, column: int, *, live_only: bool, with_prompts: bool, divisor: float | None, number: int | None
+) -> StepCounts:
     rollouts, prompts = whole.units[ROLLOUT], whole.units[PROMPT]
-    return StepCounts(
+    counts = StepCounts(
         tokens_per_rollout=rollouts.tokens[:, column],
         tokens_per_prompt=prompts.tokens[:, column] if with_prompts else None,
         num_rollouts=(rollouts.live if live_only else rollouts.counted)[column],
@@ -384,6 +386,8 @@ def _counts(whole: WholeStep, column: int, *, live_only: bool, with_prompts: boo
         divisor=divisor,
         live_only=live_only,
     )
+    assumed = dict.fromkeys(("num_rollouts", "num_prompts", "num_tokens"), number)
+    return counts if number is None else replace(counts, **assumed)
 
 
 def _number(counts: StepCounts, aggregation: str) -> int:

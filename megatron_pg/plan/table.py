@@ -26,6 +26,7 @@ TRAINED, ROLLOUT, PROMPT, KEPT = range(4)  # columns of the table
 WIDTH = 4 + COLUMNS  # of a row without the tokens of further loss terms and of depths
 FACTS = slice(4, WIDTH)
 _SURELY_DRAWN_ONCE = -20.0  # nats: such samples are drawn twice in one step of a billion
+_SUMMED = ("num_positions", "num_response_tokens", "num_missing")  # over the parts of a step
 _MOST_TOKENS = 2**40  # of a sample: totals of 4 million samples are exact in 64 bits
 
 
@@ -234,19 +235,19 @@ def local_table_of(
 
 
 def joined(tables: Sequence[LocalTable]) -> LocalTable:
-    """One table of several parts of a rank's step, in their order; samples of the last part alone are kept.
+    """One table of the parts of a rank's open step, in their order; only the samples of the last are kept.
 
     Raises:
         ValueError: samples of some parts have a prompt id or a sampling mask, and those of others have none.
     """
     *earlier, last = tables
     known = [table for table in tables if len(table.rows)] or [last]  # without samples, nothing is known of ids
-    for name in ("prompt_id", "sampling_mask"):
-        if {0, 1} <= {int(getattr(table, f"has_{name.replace('_id', '_ids')}")) for table in known}:
-            raise ValueError(
-                f"some adds of an open step have samples with a {name} and others have samples without one. Give it to "
-                "every sample or to none."
-            )
+    for name, found in {
+        "prompt_id": {int(table.has_prompt_ids) for table in known},
+        "sampling mask": {table.has_sampling_mask for table in known},
+    }.items():
+        if {0, 1} <= found:
+            raise ValueError(f"a {name} is in some adds of an open step and not in others. Give every sample one.")
     # nothing reads the others: a rollout has all its samples in one part, which was checked when it was added
     samples = [None] * sum(len(table.rows) for table in earlier) + list(last.samples or ())
     ids = {column: [id for table in known for id in table.ids[column] or ()] for column in known[0].ids}
@@ -255,9 +256,7 @@ def joined(tables: Sequence[LocalTable]) -> LocalTable:
         rows=torch.cat([table.rows for table in tables]),
         held=torch.cat([table.held for table in tables]),
         ids={column: of_column or None for column, of_column in ids.items()},
-        num_positions=sum(table.num_positions for table in tables),
-        num_response_tokens=sum(table.num_response_tokens for table in tables),
-        num_missing=sum(table.num_missing for table in tables),
+        **{name: sum(getattr(table, name) for table in tables) for name in _SUMMED},
         num_microbatches=0,
         has_sampling_mask=max(table.has_sampling_mask for table in tables),
         content=0,

@@ -283,30 +283,23 @@ def check_dynamic_cp(chunks: list[Any], settings: LossSettings, *, takes_documen
 def check_open(chunks: list[Any], *, takes_documents: bool, dynamic_cp: bool) -> None:
     """Refuse an open step where data-parallel ranks wait for each other, or something else divides by the step."""
     config, ddp = chunks[0].config, getattr(chunks[0], "ddp_config", None)
-    kinds, losses = config.moe_router_load_balancing_type, [config.moe_z_loss_coeff]
-    if kinds not in ("none", ["none"]):
-        losses += (
-            config.moe_aux_loss_coeff if isinstance(config.moe_aux_loss_coeff, list) else [config.moe_aux_loss_coeff]
-        )
+    balances = config.moe_router_load_balancing_type not in ("none", ["none"])
+    coefficients = (balances and config.moe_aux_loss_coeff, config.moe_z_loss_coeff)
     refused = {
         "FSDP, which gathers weights in every forward": always_averages(chunks[0]) or _is_megatron_fsdp(chunks[0]),
         "the router's own losses, which Megatron divides by the micro-batches of a call (set moe_aux_loss_coeff and "
-        "moe_z_loss_coeff to 0)": config.num_moe_experts and any(losses),
-        "expert parallelism, whose all-to-all runs between data-parallel ranks": (
-            parallel_state.get_expert_model_parallel_world_size() > 1
-        ),
+        "moe_z_loss_coeff to 0)": config.num_moe_experts and any(c not in (0, None, False) for c in coefficients),
+        "expert parallelism, whose all-to-all joins data-parallel ranks": config.expert_model_parallel_size > 1,
         "--overlap-moe-expert-parallel-comm": getattr(config, "overlap_moe_expert_parallel_comm", False),
         "dynamic_cp, whose micro-batches are split over data-parallel ranks": dynamic_cp,
         "--docs-per-step, which decides when a step is full": takes_documents,
         "captured layers (--cuda-graph-impl)": getattr(config, "cuda_graph_impl", None) not in (None, "none"),
-        "reuse_grad_buf_for_mxfp8_param_ag, which gathers weights into the gradients": (
-            getattr(ddp, "reuse_grad_buf_for_mxfp8_param_ag", False)
-        ),
+        "reuse_grad_buf_for_mxfp8_param_ag": getattr(ddp, "reuse_grad_buf_for_mxfp8_param_ag", False),
     }
     if names := [name for name, is_on in refused.items() if is_on]:
         raise ScheduleError(
-            f"an open step runs data-parallel ranks independently of each other until it closes, so it cannot be "
-            f"combined with {names[0]}; use forward_backward, or change the model"
+            "an open step runs data-parallel ranks independently until it closes, so it cannot be combined with "
+            f"{names[0]}; use forward_backward, or change the model"
         )
 
 

@@ -1,15 +1,13 @@
 """The diagnostics of a step's losses, exchanged once: checks, and the step's exact metrics."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_pg.batch import LocalBatch
 from megatron_pg.metrics import Reduction
 from megatron_pg.plan.collectives import all_gather_rows, broadcast_text, device_of
 from megatron_pg.plan.documents import StepDocuments
@@ -17,40 +15,9 @@ from megatron_pg.plan.errors import NonFiniteLossError, ScheduleError
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.step.loss import Diagnostics
 
-DiagnosticsOfStep = Mapping[LocalBatch, Diagnostics]  # of this rank's micro-batches, in the order of their forwards
+# of this rank's micro-batches, in the order of their forwards; an open step has its own keys, with `locate`
+DiagnosticsOfStep = Mapping[Any, Diagnostics]
 _CHECKS = 7  # values before the metrics in what is gathered
-
-
-class Summary(NamedTuple):
-    """The diagnostics of this rank's micro-batches, without their tensors."""
-
-    checks: Tensor  # [5] float64, of `_checks`
-    partial: Tensor  # [width] float64
-    locate: Callable[[float], str]  # from the code of a token in `checks` to its name
-
-    @classmethod
-    def of(cls, diagnostics: DiagnosticsOfStep, metrics: Reduction, *, reports: bool) -> "Summary":
-        """Of some micro-batches; `reports`: whether this rank's sums count."""
-
-        def locate(code: float) -> str:
-            microbatch, flat = divmod(int(code), 2**32)
-            return list(diagnostics)[microbatch].locate(flat)
-
-        device = device_of(None)
-        return cls(_checks(diagnostics, device), _partial(diagnostics, metrics, reports, device), locate)
-
-    def alone(self) -> "Summary":
-        """The same without the micro-batches. Waits for the device."""
-        code = self.checks.tolist()[1]
-        where = "" if code == math.inf else self.locate(code)
-        return self._replace(locate=lambda _: where)
-
-    def plus(self, later: "Summary", metrics: Reduction) -> "Summary":
-        """Of the micro-batches of both; the first non-finite loss is the one that is named."""
-        checks = self.checks + later.checks
-        checks[1] = torch.minimum(self.checks[1], later.checks[1])
-        partial = metrics.combine(torch.stack([self.partial, later.partial]))
-        return Summary(checks, partial, later.locate if math.isinf(self.checks[1]) else self.locate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,17 +63,14 @@ def report_of(
 def gather_found(
     diagnostics: DiagnosticsOfStep, metrics: Reduction, *, reports: bool, data_rank: int = 0, returned: int = 0
 ) -> StepFindings:
-    """`gather` of the diagnostics of a step's micro-batches."""
-    return gather(Summary.of(diagnostics, metrics, reports=reports), data_rank=data_rank, returned=returned)
-
-
-def gather(summary: Summary, *, data_rank: int = 0, returned: int = 0) -> StepFindings:
     """Every rank's partial results of the metrics: one all-gather, one host read.
 
     Every rank of the default group must call, before the optimizer moves.
 
     Args:
-        summary: this rank's diagnostics.
+        diagnostics: this rank's diagnostics; empty on pipeline stages without the loss.
+        metrics: the metrics.
+        reports: whether this rank's sums count; the sums of a rank that holds copies do not.
         data_rank: this rank's number among those that contribute their own samples.
         returned: sum of the counts that this rank returned to Megatron.
 
@@ -114,12 +78,15 @@ def gather(summary: Summary, *, data_rank: int = 0, returned: int = 0) -> StepFi
         NonFiniteLossError: on every rank, for a loss of any of them.
         ScheduleError: on every rank; a model changed the output of the output layer, or made logits without the head.
     """
-    counts = torch.tensor([returned, data_rank], dtype=torch.float64, device=summary.checks.device)
-    rows = all_gather_rows(torch.cat([summary.checks, counts, summary.partial]))
+    device = device_of(None)
+    counts = torch.tensor([returned, data_rank], dtype=torch.float64, device=device)
+    rows = all_gather_rows(
+        torch.cat([_checks(diagnostics, device), counts, _partial(diagnostics, metrics, reports, device)])
+    )
     checks = rows[:, :_CHECKS].tolist()
     _raise_changed(checks)
     _raise_bypassed(checks)
-    _raise_nonfinite(checks, summary.locate)
+    _raise_nonfinite(checks, diagnostics)
     return StepFindings(
         rows=rows[:, _CHECKS:], data_ranks=rows[:, _CHECKS - 1].long(), returned=round(sum(row[5] for row in checks))
     )
@@ -178,7 +145,7 @@ def _raise_bypassed(checks: list[list[float]]) -> None:
         )
 
 
-def _raise_nonfinite(checks: list[list[float]], locate: Callable[[float], str]) -> None:
+def _raise_nonfinite(checks: list[list[float]], diagnostics: DiagnosticsOfStep) -> None:
     bad = [rank for rank, (count, *_) in enumerate(checks) if count > 0]
     further = [rank for rank, (_, _, count, *_) in enumerate(checks) if count > 0]
     if not bad and further:
@@ -190,7 +157,8 @@ def _raise_nonfinite(checks: list[list[float]], locate: Callable[[float], str]) 
         return
     where = ""
     if torch.distributed.get_rank() == bad[0]:
-        where = locate(checks[bad[0]][1])
+        microbatch, flat = divmod(int(checks[bad[0]][1]), 2**32)
+        where = list(diagnostics)[microbatch].locate(flat)
     where = broadcast_text(where, bad[0])
     raise NonFiniteLossError(
         f"non-finite loss at rank {bad[0]}, {where} ({checks[bad[0]][0]:.0f} trained tokens on that rank, {len(bad)} "

@@ -212,10 +212,10 @@ class PolicyGradientStep:
             model: the wrapped model, or the list of its virtual pipeline stages.
             expected: about how many rollouts the step will have; prompts with `prompt_mean`, trained tokens with
                 `token_mean`. It scales gradients until the step closes: the result depends on it by rounding only.
-            arguments: further keyword arguments of Megatron's function, at least `seq_length` and `micro_batch_size`.
+            arguments: of Megatron's function, at least `seq_length` and `micro_batch_size`.
 
         Raises:
-            ScheduleError: on every rank; the model, the parallelism or the loss needs the whole step before it can run.
+            ScheduleError: on every rank; the model, the parallelism or the loss needs the whole step first.
         """
         self._check_not_open(is_training=True)
         iterators = [None] * len(model) if isinstance(model, list) and len(model) > 1 else None
@@ -231,19 +231,14 @@ class PolicyGradientStep:
             check=partial(self._check, call),
             slices=partial(self._slices, call),
             run=partial(self._forwards, get_forward_backward_func(), call),
-            end=self._end_open,
+            on_report=self._on_report,
         )
         self._open = OpenStep(parts, call, expected)
         self.steps += 1
         return self._open
 
-    def _end_open(self, report: StepReport | None) -> None:
-        self._open = None
-        if report is not None:
-            self._on_report(report)
-
     def _check_not_open(self, *, is_training: bool) -> None:
-        if is_training and self._open is not None:
+        if is_training and self._open is not None and not self._open.has_ended:
             raise ScheduleError("an open step has not ended. Call its close() or abandon() on every rank first.")
 
     @property

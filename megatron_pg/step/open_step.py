@@ -7,17 +7,16 @@
 `megatron_pg.plan.open_plan` explains the weights.
 """
 
-import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
-from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, PackedBatch
-from megatron_pg.plan.collectives import all_gather_rows, all_reduced, broadcast_bytes
+from megatron_pg.plan.collectives import broadcast_values
 from megatron_pg.plan.documents import schedulable_count
 from megatron_pg.plan.errors import ScheduleError, StepPlanError, lost_peer_named, message_of
 from megatron_pg.plan.open_plan import OpenPlan
@@ -25,7 +24,8 @@ from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.fields import Id
 from megatron_pg.step.checks import check_agreement
-from megatron_pg.step.findings import StepReport, Summary, gather, report_of
+from megatron_pg.step.findings import StepReport, gather_found, report_of
+from megatron_pg.step.loss import Diagnostics
 from megatron_pg.step.loss_scaling import LossScaling
 from megatron_pg.step.model_loss import ModelLoss
 from megatron_pg.step.schedule import ScheduleCall
@@ -42,7 +42,17 @@ class StepParts:
     check: Callable[[Sequence[PackedBatch]], None]
     slices: Callable[[PlannedStep], list[LocalBatch]]
     run: Callable[[list[LocalBatch], LossScaling], object]  # the schedule over them
-    end: Callable[[StepReport | None], None]  # called with the report, None if the step was abandoned
+    on_report: Callable[[StepReport], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """What is left of a micro-batch that has run: the name of its first token with a non-finite loss."""
+
+    name: str
+
+    def locate(self, flat: int) -> str:
+        return self.name
 
 
 class OpenStep:
@@ -58,11 +68,9 @@ class OpenStep:
         self._parts, self._call = parts, call
         self._plan = OpenPlan(parts.settings, expected)
         self._error: BaseException | None = None  # of an add
-        self._is_open, self._has_ended = True, False
+        self._is_open, self.has_ended = True, False  # a step that has failed to close has not ended
         self._digests: list[bytes] = []  # of all micro-batches and their adds, in order
-        self._kept: list[Tensor] = []  # of the adds, on the last pipeline stage
-        metrics = parts.settings.metrics
-        self._found = Summary.of({}, metrics, reports=self._reports)
+        self._found: dict[_Place, Diagnostics] = {}
         begin_gradients(call.chunks)
 
     def agree(self, arrived: Sequence[Id]) -> list[Id]:
@@ -73,11 +81,11 @@ class OpenStep:
         Args:
             arrived: the ids of what has arrived on this rank; only the first peer's are used.
         """
-        text = json.dumps(list(arrived)).encode()
-        with lost_peer_named(lambda: "while it agreed on what has arrived"):
-            for group in _peers():
-                text = broadcast_bytes(text, group)
-        return json.loads(text)
+        chosen = list(arrived)
+        with lost_peer_named(lambda: "while it agreed on what has arrived"):  # one group reaches the next one's first
+            chosen = broadcast_values(chosen, parallel_state.get_tensor_model_parallel_group())
+            chosen = broadcast_values(chosen, parallel_state.get_context_parallel_group())
+            return broadcast_values(chosen, parallel_state.get_pipeline_model_parallel_group())
 
     def add(self, batches: Sequence[PackedBatch]) -> None:
         """Forward and backward of these micro-batches, now; data-parallel ranks may call at different times, or never.
@@ -86,9 +94,8 @@ class OpenStep:
             batches: whole rollouts; the same on tensor-, context- and pipeline-parallel peers, which call together.
 
         Raises:
-            StepPlanError: the samples are not valid, or a rollout was added before. `close` then raises on every rank.
+            StepPlanError: the samples are not valid, or a rollout was added before; `close` then raises on every rank.
             ScheduleError: the step has ended, or an earlier add failed.
-            LostPeerError: another rank was lost.
         """
         if not self._is_open or self._error is not None:
             raise ScheduleError("add: this open step has ended or failed. Call close() or abandon() on every rank.")
@@ -98,7 +105,7 @@ class OpenStep:
             with lost_peer_named(lambda: "in an add of its open step"):
                 planned = self._plan.add(batches, self._check)
                 self._digests += [b"add", *(batch.digest for batch in planned.batches)]
-                self._found = self._found.plus(self._train(planned), self._parts.settings.metrics)
+                self._train(planned)
         except BaseException as error:
             self._error = error
             raise
@@ -107,15 +114,13 @@ class OpenStep:
         """End the step: exchange, checks, one division, the reduction and finalize; every rank must call.
 
         Args:
-            rest: micro-batches that run after the exchange, so their tokens may be of any loss term; the same on
-                tensor-, context- and pipeline-parallel peers. The other ranks may have other numbers of them.
+            rest: micro-batches that run after the exchange, so their tokens may be of any loss term; as in `add`.
 
         Returns:
             The report, also given to `on_report`; its plan has this rank's denominators, of the adds first.
 
         Raises:
-            StepPlanError, ScheduleError, NonFiniteLossError: on every rank; the gradients are not valid. Call
-                `abandon` on every rank.
+            StepPlanError, ScheduleError, NonFiniteLossError: on every rank, which must then call `abandon`.
             LostPeerError: on the ranks that survive one that was killed, failed or hangs.
         """
         if not self._is_open:
@@ -126,35 +131,31 @@ class OpenStep:
             factor = self._plan.expected / planned.plan.number if planned.plan.number else 0.0
             for chunk in chunks:
                 chunk.scale_gradients(factor)
-            found = self._found._replace(partial=metrics.rescaled(self._found.partial, factor))
+            for place, one in self._found.items():
+                self._found[place] = one._replace(partial=metrics.rescaled(one.partial, factor))
             if rest:
-                found = found.plus(self._train(planned), metrics)
-            gathered = gather(found, data_rank=self._parts.group.rank())
+                self._train(planned)
+            reports = parallel_state.get_tensor_model_parallel_rank() == 0  # other ranks hold copies of its sums
+            gathered = gather_found(self._found, metrics, reports=reports, data_rank=self._parts.group.rank())
             reduce_gradients(chunks)
         report = report_of(planned.plan, metrics, gathered)
-        self._has_ended = True
-        self._parts.end(report)
+        self.has_ended = True
+        self._parts.on_report(report)
         return report
 
     def abandon(self) -> None:
         """Leave buffers, configuration and the next step as if this one had not begun; every rank must call.
 
-        No collective. It is allowed after an exception, and after `close` has raised one. Random states of dropout
-        stay.
+        No collective; also after an exception of `add` or `close`. Random states of dropout stay.
 
         Raises:
             ScheduleError: the step has ended.
         """
-        if self._has_ended:
+        if self.has_ended:
             raise ScheduleError("abandon: this open step has ended, and its gradients may be in use.")
-        self._is_open, self._has_ended = False, True
+        self._is_open, self.has_ended = False, True
         self._parts.loss.take()
         discard_gradients(self._call.chunks)
-        self._parts.end(None)
-
-    @property
-    def _reports(self) -> bool:
-        return parallel_state.get_tensor_model_parallel_rank() == 0  # other ranks hold copies of its sums
 
     def _check(self, batches: Sequence[PackedBatch]) -> None:
         self._parts.check(batches)
@@ -167,8 +168,8 @@ class OpenStep:
                 "more, or empty ones."
             )
 
-    def _train(self, planned: PlannedStep) -> Summary:
-        """Forward and backward of planned micro-batches. No LocalBatch outlives it."""
+    def _train(self, planned: PlannedStep) -> None:
+        """Forward and backward of planned micro-batches. No LocalBatch outlives it; waits for the device."""
         local = self._parts.slices(planned)
         scaling = LossScaling(
             per_token=self._parts.settings.per_token,
@@ -180,17 +181,15 @@ class OpenStep:
         with held_back(self._call.chunks), torch.enable_grad():
             self._parts.run(local, scaling)
         found = self._parts.loss.take()
-        self._kept += [kept for each in local if each in found and (kept := found[each].kept) is not None]
-        return Summary.of(found, self._parts.settings.metrics, reports=self._reports).alone()
+        for batch in (each for each in local if each in found):  # none on pipeline stages without the loss
+            first = float(found[batch].nonfinite[1])
+            self._found[_Place(batch.locate(int(first)) if math.isfinite(first) else "")] = found[batch]
 
     def _agreed(self, rest: Sequence[PackedBatch]) -> PlannedStep:
         """The step's plan, after the exchange and the comparison of peers."""
         group = self._parts.group
-        try:
-            if self._parts.settings.counts_after_forward:
-                self._plan.kept = self._kept_on_every_stage()
-        except ScheduleError as error:
-            self._error = self._error or error
+        if self._parts.settings.counts_after_forward:
+            self._count_kept()
 
         def rest_of() -> Sequence[PackedBatch]:
             if self._error is not None:
@@ -206,21 +205,12 @@ class OpenStep:
         check_agreement(digests, planned.plan, None, group)
         return planned
 
-    def _kept_on_every_stage(self) -> Tensor:
-        """[S] int64: the tokens of each added sample that the model has kept, from the last pipeline stage."""
-        group, counts = parallel_state.get_pipeline_model_parallel_group(), torch.zeros_like(self._plan.kept)
-        sizes = all_gather_rows(torch.tensor([len(counts)]), group).flatten().tolist()
-        if len(set(sizes)) > 1:
-            raise ScheduleError(f"the pipeline stages of one rank have added {sizes} samples. Add the same on all.")
-        if self._kept and self._error is None:
-            counts = torch.cat(self._kept).long().cpu()
-        return all_reduced(counts, ReduceOp.SUM, group)
-
-
-def _peers() -> tuple[ProcessGroup, ...]:
-    """The groups over which the first peer's value reaches every peer, one after another."""
-    return (
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_context_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-    )
+    def _count_kept(self) -> None:
+        """Tell the plan, from the last pipeline stage, how many tokens of each added sample the model has kept."""
+        group = parallel_state.get_pipeline_model_parallel_group()
+        mine = [int(n) for one in self._found.values() if one.kept is not None for n in one.kept.tolist()]
+        counts = broadcast_values(mine, group, source=group.size() - 1)
+        if len(counts) == sum(self._plan.sizes):
+            self._plan.count_kept(torch.tensor(counts, dtype=torch.int64))
+        elif self._error is None:
+            self._error = ScheduleError("pipeline stages have added different numbers of samples. Add the same on all.")

@@ -348,5 +348,5 @@ def test_a_closed_step_cannot_count_what_the_forward_keeps():
 
 def test_adds_with_and_without_prompts_are_refused():
     plan = added([plain_sample(2, rollout_id=1, prompt_id=1)], [plain_sample(2, rollout_id=2)])
-    with pytest.raises(StepPlanError, match="some adds of an open step have samples with a prompt_id"):
+    with pytest.raises(StepPlanError, match="a prompt_id is in some adds of an open step and not in others"):
         plan.close(list, lambda batches: None, None)
