@@ -224,6 +224,7 @@ class PolicyGradientStep:
         check_model(call.chunks, self.settings, forward_only=False, is_attached=self._loss.is_attached)
         check_open(call.chunks, takes_documents=self.documents is not None, dynamic_cp=self._dynamic_cp)
         self._loss.check_layer(next(call.chunks[0].parameters()).device)
+        self.steps += 1
         parts = StepParts(
             settings=self.settings,
             loss=self._loss,
@@ -232,9 +233,9 @@ class PolicyGradientStep:
             slices=partial(self._slices, call),
             run=partial(self._forwards, get_forward_backward_func(), call),
             on_report=self._on_report,
+            place=f"in its step {self.steps}, before the optimizer moved",
         )
         self._open = OpenStep(parts, call, expected)
-        self.steps += 1
         return self._open
 
     def _check_not_open(self, *, is_training: bool) -> None:

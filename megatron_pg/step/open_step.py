@@ -43,6 +43,7 @@ class StepParts:
     slices: Callable[[PlannedStep], list[LocalBatch]]
     run: Callable[[list[LocalBatch], LossScaling], object]  # the schedule over them
     on_report: Callable[[StepReport], None]
+    place: str  # the progress of the run, for messages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +83,7 @@ class OpenStep:
             arrived: the ids of what has arrived on this rank; only the first peer's are used.
         """
         chosen = list(arrived)
-        with lost_peer_named(lambda: "while it agreed on what has arrived"):  # one group reaches the next one's first
+        with lost_peer_named(lambda: self._parts.place):  # each group's first rank reaches the next one's
             chosen = broadcast_values(chosen, parallel_state.get_tensor_model_parallel_group())
             chosen = broadcast_values(chosen, parallel_state.get_context_parallel_group())
             return broadcast_values(chosen, parallel_state.get_pipeline_model_parallel_group())
@@ -102,7 +103,7 @@ class OpenStep:
         if not batches:
             return
         try:
-            with lost_peer_named(lambda: "in an add of its open step"):
+            with lost_peer_named(lambda: self._parts.place):
                 planned = self._plan.add(batches, self._check)
                 self._digests += [b"add", *(batch.digest for batch in planned.batches)]
                 self._train(planned)
@@ -126,7 +127,7 @@ class OpenStep:
         if not self._is_open:
             raise ScheduleError("close: this open step has ended. Open another one.")
         self._is_open, metrics, chunks = False, self._parts.settings.metrics, self._call.chunks
-        with lost_peer_named(lambda: "when its open step closed, before the optimizer moved"):
+        with lost_peer_named(lambda: self._parts.place):
             planned = self._agreed(rest)
             factor = self._plan.expected / planned.plan.number if planned.plan.number else 0.0
             for chunk in chunks:
@@ -155,6 +156,7 @@ class OpenStep:
             raise ScheduleError("abandon: this open step has ended, and its gradients may be in use.")
         self._is_open, self.has_ended = False, True
         self._parts.loss.take()
+        self._error, self._found = None, {}  # a traceback holds tensors
         discard_gradients(self._call.chunks)
 
     def _check(self, batches: Sequence[PackedBatch]) -> None:

