@@ -2,6 +2,7 @@
 
 import random
 import re
+from argparse import ArgumentParser
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from simulation import LAYOUTS, Layout
 from step_cases import CONTRACTS, StepCase
 from step_oracle import Settings, Term
 
+from megatron_pg.args import ArgumentError, add_arguments, validate_args
 from megatron_pg.batch import pack
 from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.declarations.objectives import OBJECTIVES
@@ -344,6 +346,15 @@ def test_a_closed_step_cannot_count_what_the_forward_keeps():
     batch = pack([plain_sample(2, rollout_logprobs=[-1.0, -2.0])], qkv_format="thd")
     with pytest.raises(StepPlanError, match="counts what the forward keeps, so it needs an open step"):
         PlannedStep.of(lambda: [batch], loss, group=None)
+
+
+def test_denominators_of_the_model_are_a_valid_argument_of_loops_with_open_steps_alone():
+    words = ["--pg-correction", "opsm,high=0.1", "--pg-denominator", "kept"]
+    args = add_arguments(ArgumentParser()).parse_args(words)
+    with pytest.raises(ArgumentError, match=r"E43.*known only after the forward; use live, or open steps"):
+        validate_args(args)
+    args.open_steps = True
+    assert LossSettings.from_args(validate_args(args)).counts_after_forward
 
 
 def test_adds_with_and_without_prompts_are_refused():
