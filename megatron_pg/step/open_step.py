@@ -22,7 +22,6 @@ from megatron_pg.plan.errors import ScheduleError, StepPlanError, lost_peer_name
 from megatron_pg.plan.open_plan import OpenPlan
 from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings
-from megatron_pg.rollouts.fields import Id
 from megatron_pg.step.checks import check_agreement
 from megatron_pg.step.findings import StepReport, gather_found, report_of
 from megatron_pg.step.loss import Diagnostics
@@ -74,7 +73,7 @@ class OpenStep:
         self._found: dict[_Place, Diagnostics] = {}
         begin_gradients(call.chunks)
 
-    def agree(self, arrived: Sequence[Id]) -> list[Id]:
+    def agree(self, arrived: Sequence[int | str]) -> list[int | str]:
         """The ids that the first of this rank's tensor-, context- and pipeline-parallel peers has; all peers must call.
 
         What has arrived is a matter of timing, so one rank decides, and its peers wait for these rollouts.

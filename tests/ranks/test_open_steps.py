@@ -36,7 +36,7 @@ def results(folder, full):
     two, one, cases = folder / "two", folder / "one", [*(FULL if full else FAST)]
     two.mkdir()
     one.mkdir()
-    env, script = processes.with_warm_python(processes.environment()), "ranks/programs/open_ranks.py"
+    env, script = processes.with_warm_python(processes.environment()), "helpers/runs/open_ranks.py"
     with processes.finished([processes.start(1, one, references(cases))]):
         ordered = sorted(cases, key=lambda case: case.split("-")[0])
         run = processes.on_ranks(2, env, str(processes.TESTS / script), str(two), *ordered, *OTHERS)
@@ -77,7 +77,7 @@ def test_open_steps_have_the_gradient_of_the_closed_step_and_of_one_process(resu
 def test_open_steps_on_four_ranks_equal_one_process(results, tmp_path, full, evidence):
     if not full:
         pytest.skip("four ranks are started by `make prove`")
-    env, script = processes.with_warm_python(processes.environment()), "ranks/programs/open_ranks.py"
+    env, script = processes.with_warm_python(processes.environment()), "helpers/runs/open_ranks.py"
     with processes.finished([processes.on_ranks(4, env, str(processes.TESTS / script), str(tmp_path), *FULL_4)]):
         worst = check(tmp_path, results[1], FULL_4, ranks=4)
     evidence(cases=len(FULL_4) * len(STEPS), worst=worst, tolerance=LIMIT)

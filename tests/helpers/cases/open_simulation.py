@@ -99,7 +99,7 @@ class _Rank:
             more, own = self._train(planned, cells)
             pieces, partial = pieces + more, metrics.combine(torch.stack([partial, own]))
         if self.loss.counts_after_forward:
-            plan.kept = torch.cat(self.kept).long()
+            plan.count_kept(torch.cat(self.kept).long())
         cells = self.step.rest[d]
         planned = plan.close(lambda: self._pack(cells), lambda batches: None, self.data_group)
         number = planned.plan.number
