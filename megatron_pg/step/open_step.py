@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from megatron_pg.batch import LocalBatch, PackedBatch
 from megatron_pg.plan.collectives import broadcast_values
 from megatron_pg.plan.documents import schedulable_count
-from megatron_pg.plan.errors import ScheduleError, StepPlanError, lost_peer_named, message_of
+from megatron_pg.plan.errors import ScheduleError, StepPlanError, message_of
 from megatron_pg.plan.open_plan import OpenPlan
 from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings
@@ -26,6 +26,7 @@ from megatron_pg.step.checks import check_agreement
 from megatron_pg.step.findings import StepReport, gather_found, report_of
 from megatron_pg.step.loss import Diagnostics
 from megatron_pg.step.loss_scaling import LossScaling
+from megatron_pg.step.lost_peers import lost_peer_named
 from megatron_pg.step.model_loss import ModelLoss
 from megatron_pg.step.schedule import ScheduleCall
 from megatron_pg.step.synchronization import begin_gradients, discard_gradients, held_back, reduce_gradients
