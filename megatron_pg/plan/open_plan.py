@@ -2,8 +2,8 @@
 
 A weight is 1/(N·m): N counts the rollouts, prompts or tokens of the step, m belongs to the token's own rollout or
 prompt group, which is added as a whole. So tokens have the weights 1/(c·m) when they are added, with a guess c of N,
-and the sum of their gradients is multiplied by c/N when N is known. Whatever a second number of the step would divide
-is refused, or waits for `close`.
+and the sum of their gradients is multiplied by c/N when N is known. A loss with a second number of the step in its
+weights is refused, or waits for `close`.
 """
 
 from collections.abc import Callable, Sequence
@@ -126,7 +126,7 @@ class OpenPlan:
         if self.settings.counts_after_forward and rollouts:
             raise ScheduleError(
                 f"close() has rollouts in its micro-batches (sample {rollouts[0].sample_id}), and --pg-denominator "
-                "kept counts what is left of them after their forward. Add them before."
+                "kept counts their tokens after the forward. Add them before."
             )
 
 
@@ -142,7 +142,7 @@ def _check_rejected_whole(samples: Sequence[Sample]) -> None:
         if sample.rollout_id in seen or (signs.any() and not signs.all()):
             raise ScheduleError(
                 f"a part of rollout {shorten(sample.rollout_id)} may be rejected (several samples, or advantages of "
-                "both signs), and --pg-denominator kept counts rollouts by what is left of them. Use token_mean."
+                "both signs), and --pg-denominator kept counts its remaining tokens. Use token_mean."
             )
         seen.add(sample.rollout_id)
 
@@ -162,7 +162,7 @@ def _refuse_second_numbers(settings: LossSettings) -> None:
         "a loss without the objective (--pg-term rl:rl,weight=0), whose number it would be": not rule.has_objective,
         "--mtp-num-layers, unless --pg-mtp-aggregation policy counts the same rollouts or prompts as the objective and "
         "no other tokens are trained": settings.mtp_depths and has_other_depths,
-        "--pg-denominator kept with prompt_mean, whose groups count what is left after the forward": counts_groups,
+        "--pg-denominator kept with prompt_mean, whose groups count the tokens that the forward keeps": counts_groups,
         **{
             f"{t.flag} with aggregation {t.aggregation}, which counts something else than the objective": True
             for t in rule.terms[rule.has_objective :]

@@ -44,7 +44,7 @@ class PlanRule:
     one_per_rollout: tuple[str, ...] = tuple(ONE_PER_ROLLOUT)  # fields with one value; of others, the largest counts
     depths: int = 0  # of multi-token prediction
     depth_aggregation: str = STEP_MEANS[True]  # of its cross-entropies
-    expected: int | None = None  # c, which stands for N while an open step does not know it
+    expected: int | None = None  # c, which stands for N until an open step closes
     arguments: tuple[tuple[str, str], ...] = ()  # flags with their values, which only the comparison of ranks reads
 
     @property

@@ -48,7 +48,7 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """What is left of a micro-batch that has run: the name of its first token with a non-finite loss."""
+    """Stands for a micro-batch that has run: the name of its first token with a non-finite loss."""
 
     name: str
 
@@ -62,7 +62,7 @@ class OpenStep:
         gradient = c/N · Σ_adds Σ_t ∇ℓ_t / (c·m),   1/(N·m): the weight of the token in a closed step
 
     A rollout is added with all its samples, and with a mean over prompts a group with all its rollouts. Weights must
-    not change between `open_step` and `close`. Numbers of adds and micro-batches are each data-parallel rank's own.
+    not change before `close`.
     """
 
     def __init__(self, parts: StepParts, call: ScheduleCall, expected: int):
@@ -78,9 +78,6 @@ class OpenStep:
         """The ids that the first of this rank's tensor-, context- and pipeline-parallel peers has; all peers must call.
 
         What has arrived is a matter of timing, so one rank decides, and its peers wait for these rollouts.
-
-        Args:
-            arrived: the ids of what has arrived on this rank; only the first peer's are used.
         """
         chosen = list(arrived)
         with lost_peer_named(lambda: self._parts.place):  # each group's first rank reaches the next one's
