@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from megatron_pg.step.log import StepLog as StepLog
     from megatron_pg.step.log import step_record as step_record
     from megatron_pg.step.loss_scaling import LossScaling as LossScaling
+    from megatron_pg.step.open_step import OpenStep as OpenStep
 
 __version__ = "0.3.0"
 
@@ -79,6 +80,7 @@ _NAMES = {
     "step.forward_step": "PolicyGradientStep",
     "step.log": "StepLog step_record",
     "step.loss_scaling": "LossScaling",
+    "step.open_step": "OpenStep",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 

@@ -127,6 +127,8 @@ def test_megatron_is_imported_in_few_modules_only(path):
         *(
             ("step", "forward_step.py"),
             ("step", "checks.py"),
+            ("step", "open_step.py"),
+            ("step", "synchronization.py"),
             ("hosts", "rollout", "trainer.py"),
             ("hosts", "nemo_rl", "loss.py"),
             ("hosts", "verl", "engine.py"),

@@ -252,10 +252,11 @@ def _denominator_rules(facts: Facts) -> Violations:
     if args.pg_denominator != "kept" or rejects == "data":
         return
     if rejects == "model":
-        yield (
-            f"E43 {chosen} cannot be combined with {facts.selected_correction}, whose rejections are known "
-            "only after the forward, when the denominators are fixed; use scheduled or live"
-        )
+        if not vars(args).get("open_steps"):
+            yield (
+                f"E43 {chosen} cannot be combined with {facts.selected_correction}, whose rejections are known only "
+                "after the forward; use live, or open steps in your own training loop (args.open_steps = True)"
+            )
     else:
         yield f"E43 {chosen} has no effect with {facts.selected_correction}, which rejects no token; use live"
 

@@ -106,6 +106,11 @@ class Reduction:
         added, extrema, documents = partials.split([len(self._added), len(self._extrema), len(_FIELDS)], dim=1)
         return torch.cat([added.sum(dim=0), extrema.amax(dim=0), documents.sum(dim=0)])
 
+    def rescaled(self, partial: Tensor, factor: float) -> Tensor:
+        """[width] the partial result if every weight had been `factor` times as large."""
+        powers = [metric.power for metric in self._added] + [0] * (len(partial) - len(self._added))
+        return partial * torch.tensor([factor**power for power in powers], dtype=partial.dtype, device=partial.device)
+
     def by_rank(self, rows: Tensor, data_ranks: Tensor) -> list[list[float]]:
         """The added metrics of each data-parallel rank, from partial results [n, width] and their ranks [n] int64."""
         totals = rows.new_zeros(int(data_ranks.amax()) + 1, len(self._added))
@@ -120,6 +125,7 @@ class Reduction:
             if _is_present(metric, documents, plan):
                 sign = -1 if metric.kind == "min" else 1
                 values[metric.name] = total / documents[metric.needs] if metric.kind == "mean" else sign * total
+                values[metric.name] /= 1 if metric.per is None else metric.per(plan)
         for metric in self._derived:
             if _is_present(metric, documents, plan):
                 source = {"ratio": values, "rank": ranks, "rollout": plan.facts}.get(metric.kind, plan)

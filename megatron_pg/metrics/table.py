@@ -46,6 +46,8 @@ class Metric:
     only_with: str | None = None  # feature of the loss (settings.features_of) without which the metric is absent
     term: str | None = None  # without a token of which the metric is absent; None: the objective
     role: str | None = "policy"  # of the model without which the metric is absent; None: any
+    power: int = 0  # of the weights, and so of 1/N, in its formula
+    per: Callable[[Any], float] | None = None  # of the step plan: what the reduced sum is divided by
 
 
 def _k3(x: Tensor) -> Tensor:
@@ -65,7 +67,7 @@ def _kind(kind: str, **shared: Any) -> Callable[..., Metric]:
 
 _mean, _sum, _total, _max, _min, _ratio, _part = map(_kind, ("mean", "sum", "total", "max", "min", "ratio", "part"))
 _step = _kind("step", role=None)
-_loss, _clip = _kind("sum", level="none"), _kind("mean", only_with="clip")
+_loss, _clip = _kind("sum", level="none", power=1), _kind("mean", only_with="clip")
 _sequence, _correction = _kind("sum", only_with="sequence"), _kind("mean", only_with="correction")
 _selection, _farthest = _kind("step", only_with="selection"), _kind("rank", needs="rollout_logprobs")
 
@@ -143,8 +145,9 @@ def term_metrics(term: LossTerm) -> tuple[Metric, ...]:
             lambda t: _weighted(t, name),
             f"Σ w·({loss}) [nats]: the loss term before its weight",
             level="none",
+            power=1,
         ),
-        of_all(f"{name}/weight", lambda t: t.of_term(name)[0], "Σ w [1]: the sum of its tokens' weights"),
+        of_all(f"{name}/weight", lambda t: t.of_term(name)[0], "Σ w [1]: the sum of its tokens' weights", power=1),
         of_step(count, lambda p: p.terms[name].num_tokens, "n [tokens]: its trained tokens"),
         of_step(
             f"{name}/num_rollouts",
@@ -194,6 +197,7 @@ METRICS: tuple[Metric, ...] = (
         "of entropy, …) and multi-token prediction: what the gradient is of (before `--pg-grad-divisor`)",
         level="none",
         only_with="further",
+        power=1,
     ),
     _loss(
         "kl_loss",
@@ -223,13 +227,15 @@ METRICS: tuple[Metric, ...] = (
         "of `--pg-mtp-aggregation`, mean over the N depths; KL(π‖π_d) with `--pg-mtp-target policy`",
         level="none",
         only_with="mtp",
+        power=1,
     ),
     _total(
         "mtp_acceptance",
-        lambda t: t.totals["mtp_acceptance"],
+        lambda t: t.totals["mtp_accepted"],
         "Σ_d Σ 1[target is the most likely] / Σ_d n_d [fraction]: tokens of the responses that multi-token "
         "prediction, decoding greedily, would have drafted right, over all depths",
         only_with="mtp",
+        per=lambda plan: max(sum(plan.depth_counts), 1),
     ),
     _fact("reward", "Σ reward / num_rewards [reward]: mean reward", needs="reward"),
     _fact("reward_std", "√(Σ (reward - mean)² / num_rewards) [reward]: their standard deviation", needs="reward"),
@@ -436,8 +442,14 @@ METRICS: tuple[Metric, ...] = (
         "gives the log-probabilities",
         level="with_entropy",
     ),
-    _part("_weights", lambda t: t.fields.weights, "Σ w [1]: part of aggregation_ess", role=None),
-    _part("_squared_weights", lambda t: t.fields.weights.square(), "Σ w² [1]: part of aggregation_ess", role=None),
+    _part("_weights", lambda t: t.fields.weights, "Σ w [1]: part of aggregation_ess", role=None, power=1),
+    _part(
+        "_squared_weights",
+        lambda t: t.fields.weights.square(),
+        "Σ w² [1]: part of aggregation_ess",
+        role=None,
+        power=2,
+    ),
     _mean(
         "value_clipped_fraction",
         lambda t: t.outside[0] | t.outside[1],

@@ -1,5 +1,6 @@
 """The collectives of the plugin, on the device that a group needs: tables and texts, never pickled objects."""
 
+import json
 from datetime import timedelta
 from typing import Any
 
@@ -70,6 +71,16 @@ def broadcast_text(text: str, source: int, *, size: int = 1024) -> str:
     data = encode(text, size).to(device_of(None))
     dist.broadcast(data, src=source)
     return decode(data.cpu())
+
+
+def broadcast_values(values: list, group: ProcessGroup, source: int = 0) -> list:
+    """The integers and strings of rank `source` of `group`."""
+    data, device = bytearray(json.dumps(values).encode()), device_of(group)
+    size, source = torch.tensor([len(data)], device=device), dist.get_global_rank(group, source)
+    dist.broadcast(size, src=source, group=group)
+    text = torch.frombuffer(data[: int(size)].ljust(int(size)), dtype=torch.uint8).to(device)
+    dist.broadcast(text, src=source, group=group)
+    return json.loads(decode(text.cpu()))
 
 
 def encode(text: str, size: int) -> Tensor:

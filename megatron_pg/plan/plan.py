@@ -75,7 +75,8 @@ class StepPlan:
     num_trained: int  # trained by the objective or a loss term
     num_response_tokens: int  # trained or not
     num_positions: int  # R, prompt, response and padding
-    num_microbatches: int  # K, the same on every rank
+    num_microbatches: int  # K, the same on every rank; 0 in an open step, whose ranks may have different numbers
+    number: int  # N: the rollouts, prompts or tokens that the objective's denominators count
     facts: SampleFacts = field(repr=False)  # rewards and lengths of all samples
     terms: Mapping[str, TermPlan] = field(default_factory=dict)  # by name
     num_missing: int = 0  # trained tokens outside their samples' sampling masks, masked before counting
@@ -141,7 +142,12 @@ def _warn_if_alone(group: ProcessGroup | None) -> None:
 
 
 def plan_from_table(
-    local: LocalTable | None, rule: PlanRule, *, error: Exception | None, group: ProcessGroup | None
+    local: LocalTable | None,
+    rule: PlanRule,
+    *,
+    error: Exception | None,
+    group: ProcessGroup | None,
+    number: int | None = None,
 ) -> StepPlan:
     """Exchange the ranks' tables and plan the step; every rank of `group` must call.
 
@@ -152,6 +158,7 @@ def plan_from_table(
         rule: the same on every rank.
         error: this rank's error.
         group: the ranks that contribute their own samples; None: this process alone.
+        number: stands for every number of rollouts, prompts and tokens, where the table is a part of a step.
 
     Raises:
         StepPlanError: on every rank of `group`.
@@ -178,14 +185,17 @@ def plan_from_table(
     _check_conflicts(whole.conflicting, local, name_of, group)
     warning = _check_unique(whole, heads, rule, local, group)
     depths, kept = range(len(rule.counted) - rule.depths, len(rule.counted)), int(rule.denominator == "kept")
-    _check_counted(whole.num_trained, whole.tokens[0], whole.tokens[kept])
-    with_prompts = any(head.has_prompt_ids == 1 for head in heads)
-    count = partial(_counts, whole, with_prompts=with_prompts, divisor=rule.divisor)
+    if number is None:
+        _check_counted(whole.num_trained, whole.tokens[0], whole.tokens[kept])
+    with_prompts = number is not None or any(head.has_prompt_ids == 1 for head in heads)
+    count = partial(_counts, whole, with_prompts=with_prompts, divisor=rule.divisor, number=number)
     counts, of_depths = count(0, live_only=False), [count(column, live_only=rule.live_only) for column in depths]
+    of_objective = count(kept, live_only=rule.live_only)
     return StepPlan(
         aggregation=rule.aggregation,
         divisor=rule.divisor,
-        denominators=_denominators(count(kept, live_only=rule.live_only), rule.aggregation),
+        denominators=_denominators(of_objective, rule.aggregation),
+        number=_number(of_objective, rule.aggregation),
         terms=_plan_terms(rule, count),
         depth_denominators=tuple(_denominators(depth, rule.depth_aggregation) for depth in of_depths),
         depth_counts=tuple(depth.num_tokens for depth in of_depths),
@@ -363,9 +373,11 @@ def _check_counted(num_trained: int, num_tokens: int, num_kept: int) -> None:
         )
 
 
-def _counts(whole: WholeStep, column: int, *, live_only: bool, with_prompts: bool, divisor: float | None) -> StepCounts:
+def _counts(
+    whole: WholeStep, column: int, *, live_only: bool, with_prompts: bool, divisor: float | None, number: int | None
+) -> StepCounts:
     rollouts, prompts = whole.units[ROLLOUT], whole.units[PROMPT]
-    return StepCounts(
+    counts = StepCounts(
         tokens_per_rollout=rollouts.tokens[:, column],
         tokens_per_prompt=prompts.tokens[:, column] if with_prompts else None,
         num_rollouts=(rollouts.live if live_only else rollouts.counted)[column],
@@ -374,6 +386,14 @@ def _counts(whole: WholeStep, column: int, *, live_only: bool, with_prompts: boo
         divisor=divisor,
         live_only=live_only,
     )
+    assumed = dict.fromkeys(("num_rollouts", "num_prompts", "num_tokens"), number)
+    return counts if number is None else replace(counts, **assumed)
+
+
+def _number(counts: StepCounts, aggregation: str) -> int:
+    """N: what the aggregation's denominators count."""
+    numbers = {"rollout": counts.num_rollouts, "prompt": counts.num_prompts, "token": counts.num_tokens}
+    return numbers[AGGREGATIONS[aggregation].unit] or 0
 
 
 def _denominators(counts: StepCounts, aggregation: str) -> Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from megatron_pg.plan.plan import StepPlan, plan_from_table
 from megatron_pg.plan.sampling_masks import without_missing
 from megatron_pg.plan.selection import select_tokens
 from megatron_pg.plan.settings import LossSettings
-from megatron_pg.plan.table import PlanRule
+from megatron_pg.plan.table import LocalTable, PlanRule, joined
 from megatron_pg.plan.weights import TokenFactors, depth_weights, token_weights
 
 
@@ -34,6 +35,7 @@ class PlannedStep:
 
     settings: LossSettings
     plan: StepPlan
+    table: LocalTable | None  # what this rank has contributed to the counts
     batches: Sequence[PackedBatch]
     starts: Sequence[int]  # of each micro-batch, the index of its first sample among all samples of this rank
     factors: Sequence[TokenFactors]  # of each micro-batch: what is known of its tokens without their weights
@@ -48,6 +50,8 @@ class PlannedStep:
         group: ProcessGroup | None,
         rule: PlanRule | None = None,
         check: Callable[[Sequence[PackedBatch]], None] = lambda batches: None,
+        number: int | None = None,
+        earlier: Sequence[LocalTable] | None = None,
     ) -> "PlannedStep":
         """Plan a step, by one exchange over `group`.
 
@@ -57,6 +61,8 @@ class PlannedStep:
             group: the ranks that contribute their own samples, every one of which must call; None: this process alone.
             rule: the plan rule; default `settings.plan_rule`.
             check: raises where the micro-batches are not valid for the caller.
+            number: as in `plan_from_table`.
+            earlier: the tables of this rank's micro-batches that have run, which an open step counts first.
 
         Raises:
             StepPlanError: on every rank of `group`, for an error of any kind on any of them.
@@ -66,17 +72,27 @@ class PlannedStep:
         try:
             batches = [without_missing(batch, settings) for batch in batches_of()]
             check(batches)
+            if settings.counts_after_forward and (rule is None or rule.expected is None):
+                raise ValueError(
+                    f"--pg-denominator kept with --pg-correction {settings.correction.name} counts what the forward "
+                    "keeps, so it needs an open step. Use PolicyGradientStep.open_step, or --pg-denominator live."
+                )
             counted = count_step(batches, settings, group)
+            if earlier is not None:
+                counted = counted._replace(table=joined([*earlier, cast(LocalTable, counted.table)]))
         except Exception as failure:  # the exchange raises it on every rank
             error = failure
         table, factors = select_tokens(batches, counted, settings, group, error)
-        plan = plan_from_table(table, rule or settings.plan_rule, error=error, group=group)
-        starts = list(accumulate((len(batch.samples) for batch in batches), initial=0))[: len(batches)]
+        plan = plan_from_table(table, rule or settings.plan_rule, error=error, group=group, number=number)
+        first = sum(len(each.rows) for each in earlier or ())
+        starts = list(accumulate((len(batch.samples) for batch in batches), initial=first))[: len(batches)]
         fields = [
             token_weights(batch, plan, start, factors=of_batch, settings=settings)
             for batch, start, of_batch in zip(batches, starts, factors, strict=True)
         ]
-        return cls(settings=settings, plan=plan, batches=batches, starts=starts, factors=factors, fields=fields)
+        return cls(
+            settings=settings, plan=plan, table=table, batches=batches, starts=starts, factors=factors, fields=fields
+        )
 
     def slices(
         self, group_of: Callable[[PackedBatch], ProcessGroup | None], device: torch.device | str = "cpu"

@@ -140,6 +140,11 @@ class LossSettings:
         return tuple(dict.fromkeys(term.tokens for term in readers))
 
     @property
+    def counts_after_forward(self) -> bool:
+        """Whether the denominators count what the model itself rejects: only an open step can divide by that."""
+        return self.denominator == "kept" and CORRECTIONS[self.correction.name].rejects == "model"
+
+    @property
     def plan_rule(self) -> PlanRule:
         """What a step counts; for a custom reducer, only N_r and T."""
         step_mean = STEP_MEANS[self.per_token]  # the mean that the per-token flag alone gives

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, count
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ TRAINED, ROLLOUT, PROMPT, KEPT = range(4)  # columns of the table
 WIDTH = 4 + COLUMNS  # of a row without the tokens of further loss terms and of depths
 FACTS = slice(4, WIDTH)
 _SURELY_DRAWN_ONCE = -20.0  # nats: such samples are drawn twice in one step of a billion
+_SUMMED = ("num_positions", "num_response_tokens", "num_missing")  # over the parts of a step
 _MOST_TOKENS = 2**40  # of a sample: totals of 4 million samples are exact in 64 bits
 
 
@@ -43,6 +44,7 @@ class PlanRule:
     one_per_rollout: tuple[str, ...] = tuple(ONE_PER_ROLLOUT)  # fields with one value; of others, the largest counts
     depths: int = 0  # of multi-token prediction
     depth_aggregation: str = STEP_MEANS[True]  # of its cross-entropies
+    expected: int | None = None  # c, which stands for N until an open step closes
     arguments: tuple[tuple[str, str], ...] = ()  # flags with their values, which only the comparison of ranks reads
 
     @property
@@ -229,6 +231,37 @@ def local_table_of(
         shares=tuple(
             _share_of(k, batch, batch.cp_ranks) for k, batch in enumerate(batches) if batch.cp_ranks is not None
         ),
+    )
+
+
+def joined(tables: Sequence[LocalTable]) -> LocalTable:
+    """One table of the parts of a rank's open step, in their order; only the samples of the last are kept.
+
+    Raises:
+        ValueError: samples of some parts have a prompt id or a sampling mask, and those of others have none.
+    """
+    *earlier, last = tables
+    known = [table for table in tables if len(table.rows)] or [last]  # without samples, nothing is known of ids
+    for name, found in {
+        "prompt_id": {int(table.has_prompt_ids) for table in known},
+        "sampling mask": {table.has_sampling_mask for table in known},
+    }.items():
+        if {0, 1} <= found:
+            raise ValueError(f"a {name} is in some adds of an open step and not in others. Give every sample one.")
+    # nothing reads the others: a rollout has all its samples in one part, which was checked when it was added
+    samples = [None] * sum(len(table.rows) for table in earlier) + list(last.samples or ())
+    ids = {column: [id for table in known for id in table.ids[column] or ()] for column in known[0].ids}
+    return replace(
+        known[0],
+        rows=torch.cat([table.rows for table in tables]),
+        held=torch.cat([table.held for table in tables]),
+        ids={column: of_column or None for column, of_column in ids.items()},
+        **{name: sum(getattr(table, name) for table in tables) for name in _SUMMED},
+        num_microbatches=0,
+        has_sampling_mask=max(table.has_sampling_mask for table in tables),
+        content=0,
+        environments=tuple(sorted({name for table in tables for name in table.environments})),
+        samples=cast(Sequence[Sample], samples),
     )
 
 

@@ -280,15 +280,41 @@ def check_dynamic_cp(chunks: list[Any], settings: LossSettings, *, takes_documen
         )
 
 
+def check_open(chunks: list[Any], *, takes_documents: bool, dynamic_cp: bool) -> None:
+    """Refuse an open step where data-parallel ranks wait for each other, or something else divides by the step."""
+    config, ddp = chunks[0].config, getattr(chunks[0], "ddp_config", None)
+    balances = config.moe_router_load_balancing_type not in ("none", ["none"])
+    coefficients = (balances and config.moe_aux_loss_coeff, config.moe_z_loss_coeff)
+    refused = {
+        "FSDP, which gathers weights in every forward": always_averages(chunks[0]) or _is_megatron_fsdp(chunks[0]),
+        "the router's own losses, which Megatron divides by the micro-batches of a call (set moe_aux_loss_coeff and "
+        "moe_z_loss_coeff to 0)": config.num_moe_experts and any(c not in (0, None, False) for c in coefficients),
+        "expert parallelism, whose all-to-all joins data-parallel ranks": config.expert_model_parallel_size > 1,
+        "--overlap-moe-expert-parallel-comm": getattr(config, "overlap_moe_expert_parallel_comm", False),
+        "dynamic_cp, whose micro-batches are split over data-parallel ranks": dynamic_cp,
+        "--docs-per-step, which decides when a step is full": takes_documents,
+        "captured layers (--cuda-graph-impl)": getattr(config, "cuda_graph_impl", None) not in (None, "none"),
+        "reuse_grad_buf_for_mxfp8_param_ag": getattr(ddp, "reuse_grad_buf_for_mxfp8_param_ag", False),
+    }
+    if names := [name for name, is_on in refused.items() if is_on]:
+        raise ScheduleError(
+            "an open step runs data-parallel ranks independently until it closes, so it cannot be combined with "
+            f"{names[0]}; use forward_backward, or change the model"
+        )
+
+
 def check_agreement(
-    batches: Sequence[PackedBatch], plan: StepPlan | None, failure: StepPlanError | None, group: ProcessGroup
+    digests: Sequence[bytes], plan: StepPlan | None, failure: StepPlanError | None, group: ProcessGroup
 ) -> None:
-    """Raise on every rank if one could not plan, or if peers have different micro-batches (rule P9)."""
+    """Raise on every rank if one could not plan, or if peers have different micro-batches (rule P9).
+
+    `digests`: of the micro-batches, in their order.
+    """
     if torch.distributed.get_world_size() == group.size():
         if failure is not None:  # every rank has it
             raise failure
         return
-    digest = 0.0 if plan is None else _digest(batches, plan)
+    digest = 0.0 if plan is None else _digest(digests, plan)
     mine = [float(group.rank()), digest, float(failure is not None)]
     ranks = all_gather_rows(torch.tensor(mine, dtype=torch.float64), error=failure).tolist()
     if failed := [rank for rank, (_, _, has_failed) in enumerate(ranks) if has_failed]:
@@ -305,10 +331,10 @@ def check_agreement(
             )
 
 
-def _digest(batches: Sequence[PackedBatch], plan: StepPlan) -> float:
+def _digest(digests: Sequence[bytes], plan: StepPlan) -> float:
     """48 bits of everything that the loss and the metrics read, exact in float64."""
     content = hashlib.blake2b(plan.denominators.numpy().tobytes(), digest_size=6)
     content.update(plan.agreed.to_bytes(4, "big"))
-    for batch in batches:
-        content.update(batch.digest)
+    for digest in digests:
+        content.update(digest)
     return float(int.from_bytes(content.digest(), "big"))

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.batch import LocalBatch
 from megatron_pg.metrics import Reduction
 from megatron_pg.plan.collectives import all_gather_rows, broadcast_text, device_of
 from megatron_pg.plan.documents import StepDocuments
@@ -16,7 +15,8 @@ from megatron_pg.plan.errors import NonFiniteLossError, ScheduleError
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.step.loss import Diagnostics
 
-DiagnosticsOfStep = Mapping[LocalBatch, Diagnostics]  # of this rank's micro-batches, in the order of their forwards
+# of this rank's micro-batches, in the order of their forwards; an open step has its own keys, with `locate`
+DiagnosticsOfStep = Mapping[Any, Diagnostics]
 _CHECKS = 7  # values before the metrics in what is gathered
 
 

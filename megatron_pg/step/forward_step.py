@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -37,6 +38,7 @@ from megatron_pg.step.checks import (
     check_cuts,
     check_dynamic_cp,
     check_model,
+    check_open,
     check_packing,
     check_teachers,
     check_vocabulary_of_sampling_masks,
@@ -55,6 +57,7 @@ from megatron_pg.step.findings import StepFindings, StepReport, before_finalize,
 from megatron_pg.step.loss_scaling import LossScaling
 from megatron_pg.step.lost_peers import lost_peer_named
 from megatron_pg.step.model_loss import ModelLoss
+from megatron_pg.step.open_step import OpenStep, StepParts
 from megatron_pg.step.schedule import ScheduleCall
 
 
@@ -100,6 +103,7 @@ class PolicyGradientStep:
         self._on_report = on_report or (lambda report: None)
         self._loss = ModelLoss(settings)
         self._scaling: LossScaling  # of the step in progress
+        self._open: OpenStep | None = None
         self.steps = 0  # training steps that have begun; for messages
         self._has_warned = False  # about ids that may not be unique
 
@@ -187,6 +191,7 @@ class PolicyGradientStep:
             StepPlanError, ScheduleError, NonFiniteLossError: on every rank.
             LostPeerError: on the ranks that survive one that was killed, failed or hangs.
         """
+        self._check_not_open(is_training=not arguments.get("forward_only"))
         if arguments.get("collect_non_loss_data"):  # on this rank alone, so before any collective
             raise ScheduleError(
                 "collect_non_loss_data asks for outputs instead of losses, on the last rank only; run such a forward "
@@ -199,6 +204,46 @@ class PolicyGradientStep:
         with lost_peer_named(lambda: place):
             return self._run(forward_backward_func, ScheduleCall.of(arguments))
 
+    def open_step(self, model: Any, *, expected: int, **arguments: object) -> OpenStep:
+        """Open a step whose rollouts are trained as they arrive, by Megatron's `get_forward_backward_func()`.
+
+        Gradient, checks and report are those of `forward_backward` over all the micro-batches. Every rank must call.
+        The gradient buffers are zeroed. Until the step has ended, only evaluations may run.
+
+        Args:
+            model: the wrapped model, or the list of its virtual pipeline stages.
+            expected: about how many rollouts the step will have; prompts with `prompt_mean`, trained tokens with
+                `token_mean`. It scales gradients until the step closes: the result depends on it by rounding only.
+            arguments: of Megatron's function, at least `seq_length` and `micro_batch_size`.
+
+        Raises:
+            ScheduleError: on every rank; the model, the parallelism or the loss needs the whole step first.
+        """
+        self._check_not_open(is_training=True)
+        iterators = [None] * len(model) if isinstance(model, list) and len(model) > 1 else None
+        given = {"forward_step_func": self.forward_step, "data_iterator": iterators, "num_microbatches": 0}
+        call = ScheduleCall.of({**arguments, **given, "model": model})
+        check_model(call.chunks, self.settings, forward_only=False, is_attached=self._loss.is_attached)
+        check_open(call.chunks, takes_documents=self.documents is not None, dynamic_cp=self._dynamic_cp)
+        self._loss.check_layer(next(call.chunks[0].parameters()).device)
+        self.steps += 1
+        parts = StepParts(
+            settings=self.settings,
+            loss=self._loss,
+            group=self._counting_group,
+            check=partial(self._check, call),
+            slices=partial(self._slices, call),
+            run=partial(self._forwards, get_forward_backward_func(), call),
+            on_report=self._on_report,
+            place=f"in its step {self.steps}, before the optimizer moved",
+        )
+        self._open = OpenStep(parts, call, expected)
+        return self._open
+
+    def _check_not_open(self, *, is_training: bool) -> None:
+        if is_training and self._open is not None and not self._open.has_ended:
+            raise ScheduleError("an open step has not ended. Call its close() or abandon() on every rank first.")
+
     @property
     def progress(self) -> str:
         """The progress of this rank, for an error message."""
@@ -208,25 +253,30 @@ class PolicyGradientStep:
         if self._dynamic_cp and self._groups is None:
             self._groups = ContextGroups(parallel_state.get_data_parallel_group(with_context_parallel=True))
         plan, local, documents = self._plan(call)
-        self._scaling = self._scaling_of(plan, call.chunks[0])
-        self._loss.begin(plan, self._scaling, call.config, parallel_state.get_tensor_model_parallel_group())
         findings: list[StepFindings] = []
-        # with gradients on, the fused head adds to main_grad in the forward
-        trains = torch.is_grad_enabled() and not call.forward_only
         with (
             self._checked_before_finalize(call.config, findings),
             _router_losses_to_scale(call.chunks, local),
-            ExitStack() as ending,
             self._groups.in_layers(call.chunks) if self._groups else nullcontext(),
-            torch.set_grad_enabled(trains),
         ):
-            if self._replay is not None:
-                ending.callback(self._replay.end)
-            losses = forward_backward_func(**call.over(local))
+            losses = self._forwards(forward_backward_func, call, local, self._scaling_of(plan, call.chunks[0]))
         gathered = findings[0] if findings else self._gather_and_check()
         report = report_of(plan, self.settings.metrics, gathered, forward_only=call.forward_only, documents=documents)
         self._on_report(report)
         return losses
+
+    def _forwards(
+        self, forward_backward_func: Callable, call: ScheduleCall, local: Sequence[LocalBatch], scaling: LossScaling
+    ) -> list:
+        """Run the schedule over this rank's slices."""
+        self._scaling = scaling
+        self._loss.begin(scaling, call.config, parallel_state.get_tensor_model_parallel_group())
+        # with gradients on, the fused head adds to main_grad in the forward
+        trains = torch.is_grad_enabled() and not call.forward_only
+        with ExitStack() as ending, torch.set_grad_enabled(trains):
+            if self._replay is not None:
+                ending.callback(self._replay.end)
+            return forward_backward_func(**call.over(local))
 
     def _checked_before_finalize(self, config: Any, findings: list[StepFindings]) -> AbstractContextManager[None]:
         return before_finalize(config, lambda: findings.append(self._gather_and_check()))
@@ -249,14 +299,16 @@ class PolicyGradientStep:
         except StepPlanError as failure:
             check_agreement([], None, failure, group)
             raise
-        check_agreement(planned.batches, planned.plan, None, group)
+        check_agreement([batch.digest for batch in planned.batches], planned.plan, None, group)
         if planned.plan.warning is not None and not self._has_warned and torch.distributed.get_rank() == 0:
             warnings.warn(planned.plan.warning, stacklevel=2)
             self._has_warned = True
+        return planned.plan, self._slices(call, planned), fetched.documents
+
+    def _slices(self, call: ScheduleCall, planned: PlannedStep) -> list[LocalBatch]:
         device = next(call.chunks[0].parameters()).device
         of_all = None if self._groups else parallel_state.get_context_parallel_group()
-        slices = planned.slices(lambda batch: self._groups.of(batch) if self._groups else of_all, device)
-        return planned.plan, slices, fetched.documents
+        return planned.slices(lambda batch: self._groups.of(batch) if self._groups else of_all, device)
 
     def _check(self, call: ScheduleCall, batches: Sequence[PackedBatch]) -> None:
         model = call.chunks[0]

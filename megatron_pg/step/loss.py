@@ -6,13 +6,15 @@ It is computed from logits, by the fused head, or from log-probabilities.
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import TokenFields
+from megatron_pg.batch.sequences import Sequences
+from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, Vocabulary, may_be_overwritten, policy_gradient_loss
 from megatron_pg.lm_head import Head, policy_gradient_head_loss
 from megatron_pg.lm_head.output_layer import HeadCall
@@ -31,6 +33,7 @@ class Diagnostics(NamedTuple):
     nonfinite: Tensor  # [3] float64: non-finite losses of tokens, index of the first (inf: none), other losses
     is_changed: Tensor | bool = False  # of `HeadCall`
     is_bypassed: bool = False  # whether the logits were made without the head in the output layer
+    kept: Tensor | None = None  # [S] float64 tokens of each sample that the model keeps, if denominators count them
 
 
 def microbatch_loss(
@@ -152,7 +155,20 @@ def _with_diagnostics(
         values = TokenValues(fields, computed, settings.terms, totals, **sizes)
         if settings.terms.further:
             policy = torch.where(fields.objective_mask, fields.weights * values.token_losses, 0).sum()
-        return computed.loss, Diagnostics(policy, settings.metrics.partial(values), _count_nonfinite(values))
+        kept = None
+        if settings.counts_after_forward:
+            kept = _count_kept(values)
+            if AGGREGATIONS[settings.aggregation].unit != "token":  # a rollout that is rejected whole has no weight
+                fields = replace(fields, weights=torch.where(values.corrections == 0, 0, fields.weights))
+                values = replace(values, fields=fields)
+        return computed.loss, Diagnostics(policy, settings.metrics.partial(values), _count_nonfinite(values), kept=kept)
+
+
+def _count_kept(values: TokenValues) -> Tensor:
+    """[S] the objective's tokens of each sample that its correction keeps; a collective under context parallelism."""
+    sequences, kept = cast(Sequences, values.fields.sequences), values.fields.objective_mask & (values.corrections != 0)
+    counts = torch.zeros(len(sequences.lengths), dtype=torch.float64, device=kept.device)
+    return sequences.over_ranks(counts.index_add_(0, sequences.slots, kept.double())[:-1].clone())
 
 
 def _count_nonfinite(values: TokenValues) -> Tensor:

@@ -18,6 +18,11 @@ because its `scale_gradients` does nothing:
 
 The router's own losses would keep their factor there, so a mixture of experts is refused under it with the flag on.
 
+In an open step every add is a call of the schedule with its own K, and finalize gets no count:
+
+    flag off:  return (K·D·S, report);     Megatron: × C (schedule), ÷ K, ÷ D·C (DDP, when the step closes)
+    flag on:   return (S, n, report);      Megatron: no division
+
 The flag is `calculate_per_token_loss` of the config that wrapped the model. The other two combinations of tuple and
 flag are wrong in Megatron: a 3-tuple with the flag off is divided by a *local* count, and a 2-tuple with the flag on is
 never divided.
@@ -40,6 +45,7 @@ class LossScaling:
     num_positions: int | None = None  # of all ranks and micro-batches, under a mixture of experts
     name: str = "pg_loss"  # of the policy term in Megatron's log
     averages: bool = False  # with the flag on the wrapper divides by D·C, and nothing else divides
+    is_open: bool = False  # K is that of one add, the step's is not known: with the flag on nothing divides
 
     @property
     def num_forwards(self) -> int:
@@ -52,7 +58,9 @@ class LossScaling:
 
     @property
     def count(self) -> int:
-        """Q, the sum of the counts that the per-token form returns."""
+        """Q, the sum of the counts that the per-token form returns; 1 where Megatron does not divide by it."""
+        if self.is_open:
+            return 1
         return self.num_forwards if self.num_positions is None else self.num_positions
 
     @property

@@ -19,7 +19,6 @@ from megatron_pg.lm_head.output_layer import DeferredHead, HeadCall, check_layer
 from megatron_pg.lm_head.teacher_file import TeacherHead
 from megatron_pg.lm_head.value_head import check_role
 from megatron_pg.plan.errors import ScheduleError
-from megatron_pg.plan.plan import StepPlan
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.loss import Diagnostics, microbatch_head_loss, microbatch_loss
 from megatron_pg.step.loss_scaling import LossScaling
@@ -44,8 +43,7 @@ class ModelLoss:
         self._float32_layer: nn.Module | None = None  # the same with our head
         self._take_run: Callable[[], bool] = lambda: True  # whether our head made the latest logits
         self._teacher_weight: Tensor | None = None  # [V / tp, H_T] this rank's rows
-        self._plan: StepPlan  # of the step in progress, from `begin` on
-        self._scaling: LossScaling
+        self._scaling: LossScaling  # of the step in progress, from `begin` on
         self._tp_group: ProcessGroup | None = None  # None: one rank
         self._mtp_factor = 0.0  # λ
         self._forward: _Forward | None = None
@@ -101,11 +99,16 @@ class ModelLoss:
         if (head := self._settings.teacher_head) is not None and self._teacher_weight is None:
             self._teacher_weight = _teacher_weight(self._float32_layer, head, self._settings.vocab_size, device)
 
-    def begin(self, plan: StepPlan, scaling: LossScaling, config: Any, tp_group: ProcessGroup) -> None:
-        """Begin a step."""
+    def begin(self, scaling: LossScaling, config: Any, tp_group: ProcessGroup) -> None:
+        """Begin a step, or a part of an open one."""
         self._tp_group = tp_group if tp_group.size() > 1 else None
-        self._plan, self._scaling, self.diagnostics, self._expected = plan, scaling, {}, {}
+        self._scaling, self.diagnostics, self._expected = scaling, {}, {}
         self._mtp_factor = config.mtp_loss_scaling_factor if self._settings.mtp_depths else 0.0
+
+    def take(self) -> dict[LocalBatch, Diagnostics]:
+        """The diagnostics since `begin`, which are not kept any longer."""
+        found, self.diagnostics, self._expected = self.diagnostics, {}, {}
+        return found
 
     @contextmanager
     def of(self, local: LocalBatch) -> Iterator[None]:
@@ -130,7 +133,7 @@ class ModelLoss:
         call = deferred.take(logits) if deferred else None
         policy = _rows(logits) if call is None else call
         depths += divergences(forward.waiting, policy, local, self._settings, self._tp_group)
-        scale, totals = self._scaling.grad_scale, totals_of(depths, self._plan, self._mtp_factor)
+        scale, totals = self._scaling.grad_scale, totals_of(depths, self._mtp_factor)
         if call is not None:
             weight = self._teacher_weight
             total, diagnostics = microbatch_head_loss(

@@ -32,7 +32,6 @@ from megatron_pg.lm_head.heads import rows_of
 from megatron_pg.lm_head.inputs import enter
 from megatron_pg.lm_head.output_layer import HeadCall
 from megatron_pg.lm_head.teacher import Teacher
-from megatron_pg.plan.plan import StepPlan
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.loss import head_of, vocabulary_of
 
@@ -142,10 +141,10 @@ def _weighted(cross_entropies: CrossEntropy, depth: DepthFields) -> DepthLoss:
     )
 
 
-def totals_of(depths: Sequence[DepthLoss], plan: StepPlan, factor: float) -> dict[str, Tensor]:
-    """This micro-batch's part of the loss and of the fraction of accepted tokens, for the metrics; `factor` is λ."""
+def totals_of(depths: Sequence[DepthLoss], factor: float) -> dict[str, Tensor]:
+    """This micro-batch's part of the loss and of the number of accepted tokens, for the metrics; `factor` is λ."""
     if not depths:
         return {}
     accepted = torch.stack([depth.accepted for depth in depths]).sum().double()
     loss = torch.stack([depth.total.detach() for depth in depths]).sum()
-    return {"mtp_loss": loss, "loss": factor * loss, "mtp_acceptance": accepted / max(sum(plan.depth_counts), 1)}
+    return {"mtp_loss": loss, "loss": factor * loss, "mtp_accepted": accepted}

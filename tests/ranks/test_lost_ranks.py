@@ -17,7 +17,10 @@ from megatron_pg.metrics.file import MetricsFile
 
 KINDS = ("kill", "stop", "raise")
 IN_STEP = [
-    "-".join(p) for p in product(("dp2", "tp2", "pp2"), KINDS, ("data", "forward", "backward", "finalize"), "01")
+    "-".join(p)
+    for p in product(
+        ("dp2", "tp2", "pp2"), KINDS, ("data", "forward", "backward", "finalize", "openforward", "openbackward"), "01"
+    )
 ]
 POINTS = ("arguments", "model", "data", "batch", "forward", "backward", "optimizer", "between", "checkpoint")
 TOLD = ("model", "data", "batch")  # where the ranks agree before they go on, so that all hear what has failed
@@ -31,7 +34,13 @@ THROUGH_PRETRAIN = [
     *(f"pretrain-{layout}-{kind}-writing-0" for layout, kind in product(LAYOUTS, KINDS)),
     *(f"pretrain-{layout}-raise-barrier-1" for layout in LAYOUTS),
 ]
-FAST = ["dp2-stop-data-0", "pp2-raise-forward-0", "pretrain-dp2-kill-optimizer-1", "pretrain-tp2pp2-kill-between-2"]
+FAST = [
+    "dp2-kill-openbackward-1",
+    "dp2-stop-data-0",
+    "pp2-raise-forward-0",
+    "pretrain-dp2-kill-optimizer-1",
+    "pretrain-tp2pp2-kill-between-2",
+]
 WRITERS = 12
 
 

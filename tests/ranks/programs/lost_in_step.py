@@ -39,6 +39,14 @@ def seed_fault(point: str, fault: Callable[[], None], chunk: torch.nn.Module, ca
         chunk.config.finalize_model_grads_func = finalize
 
 
+def train_open(step: PolicyGradientStep, model: torch.nn.Module, layout: Layout) -> None:
+    """A step of one add for each prompt group of this rank."""
+    opened = step.open_step(model, expected=8, seq_length=WIDTH, micro_batch_size=len(ranks.samples()) // 2 + 1)
+    for group in ranks.groups_of(ranks.Case("", layout, "constant")):
+        opened.add(ranks.pack_parts(layout, [group, []]))
+    opened.close()
+
+
 def train(case: Case, rank: int) -> None:
     """Train with both files of a run, written by rank 0, in the current folder."""
     layout, calls = Layout(case.layout), []
@@ -58,7 +66,7 @@ def train(case: Case, rank: int) -> None:
         step.attach(chunk)
     (wrapped,) = rank_model.wrap(layout, [chunk])
     if rank == case.victim:
-        seed_fault(case.point, lambda: lose(case.kind), chunk, calls)
+        seed_fault(case.point.removeprefix("open"), lambda: lose(case.kind), chunk, calls)
     for number in range(1, STEPS + 1):
         calls.append(number)
         if number == LOST_STEP and case.kind == "stop":
@@ -68,6 +76,9 @@ def train(case: Case, rank: int) -> None:
             rollouts.write([s for s in ranks.samples() if s.num_trained])
         if number == LOST_STEP and case.point == "data" and rank == case.victim:
             lose(case.kind)
+        if case.point.startswith("open"):
+            train_open(step, wrapped, layout)
+            continue
         case_parts = ranks.parts_of(ranks.Case(case.name, layout, "constant"))
         step.forward_backward(
             get_forward_backward_func(),

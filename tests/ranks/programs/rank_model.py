@@ -287,7 +287,7 @@ def wrap(layout: Layout, chunks: list[GPTModel]) -> list[DistributedDataParallel
 def save_gradients(path: Path, layout: Layout, wrapped: list[DistributedDataParallel]) -> None:
     """This rank's parts of the gradients after finalize, under global names."""
     if "dist" in layout.options:
-        _gather_shards(wrapped)
+        gather_shards(wrapped)
     tp_rank, pp_rank = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -308,7 +308,7 @@ def save_gradients(path: Path, layout: Layout, wrapped: list[DistributedDataPara
     np.savez(path, **arrays)
 
 
-def _gather_shards(wrapped: list[DistributedDataParallel]) -> None:
+def gather_shards(wrapped: list[DistributedDataParallel]) -> None:
     """Under the distributed optimizer a rank holds the sum of only its shard of every bucket."""
     dense, expert = (
         parallel_state.get_data_parallel_group(with_context_parallel=True),

@@ -167,10 +167,11 @@ def test_metrics_of_the_step_need_no_trained_token_of_the_objective():
     """Every sample of the objective is masked while a term trains; without the objective, other metrics stay."""
     masked = SimpleNamespace(**vars(PLAN) | {"num_tokens": 0, "num_rollouts": 3, "num_prompts": 2})
     dropped = SimpleNamespace(**vars(PLAN) | {"num_tokens": 0, "num_rollouts": 0, "num_prompts": 0})
+    masked.depth_counts = dropped.depth_counts = (3, 1)
     facts = unit_facts(encode_facts([sample_of_the_objective()]))
     masked.facts = SampleFacts(fact_sums(facts), largest_facts(facts), torch.zeros(2, dtype=torch.int64))
     reduction, nothing = Reduction("basic", ("mtp", "further")), tokens([0, 0])
-    nothing.totals.update(mtp_loss=torch.tensor(2.0), mtp_acceptance=torch.tensor(0.5), loss=torch.tensor(0.2))
+    nothing.totals.update(mtp_loss=torch.tensor(2.0), mtp_accepted=torch.tensor(2), loss=torch.tensor(0.2))
     totals = reduction.partial(nothing).tolist()
     of_terms = {"mtp_loss": 2.0, "mtp_acceptance": 0.5, "loss": pytest.approx(0.2)}
     of_plan = {"num_tokens_masked": 1, "num_samples": 1}

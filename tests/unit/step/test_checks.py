@@ -31,7 +31,14 @@ def plan(denominator: float = 2.0) -> StepPlan:
     counted = ("samples", "rollouts", "tokens", "trained", "response_tokens", "positions")
     counts = {f"num_{name}": 1 for name in counted}
     denominators = torch.tensor([denominator], dtype=torch.float64)
-    rest = {"aggregation": "sample_mean", "divisor": None, "num_prompts": None, "num_microbatches": 1, "facts": None}
+    rest = {
+        "aggregation": "sample_mean",
+        "divisor": None,
+        "num_prompts": None,
+        "num_microbatches": 1,
+        "number": 1,
+        "facts": None,
+    }
     return StepPlan(denominators=denominators, **counts, **rest)
 
 
@@ -73,7 +80,7 @@ def test_peers_that_read_anything_else_stop_every_rank(changed):
         found, qkv_format = plan(own.pop("denominator", 2.0)), own.pop("qkv_format", "thd")
         found = dataclasses.replace(found, agreed=own.pop("agreed", 0))
         batch = pack([sample(**own)], qkv_format=qkv_format, **layouts[qkv_format])
-        checks.check_agreement([batch], found, None, ALONE)
+        checks.check_agreement([batch.digest], found, None, ALONE)
 
     if not changed:
         threads.run(2, work)
@@ -230,6 +237,39 @@ def test_what_ignores_a_micro_batchs_own_ranks_is_refused(monkeypatch, changed, 
         return
     with pytest.raises(ScheduleError, match=f"cannot be combined with {named}"):
         checks.check_dynamic_cp([model], settings, takes_documents=documents)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({}, None),
+        ({"num_moe_experts": 4, "moe_aux_loss_coeff": 0.0}, None),
+        ({"num_moe_experts": 4, "moe_router_load_balancing_type": "none"}, None),
+        ({"num_moe_experts": 4}, "the router's own losses"),
+        ({"num_moe_experts": 4, "moe_aux_loss_coeff": [0.0, 0.1]}, "the router's own losses"),
+        ({"num_moe_experts": 4, "moe_router_load_balancing_type": "none", "moe_z_loss_coeff": 0.1}, "the router's own"),
+        ({"expert_model_parallel_size": 2}, "expert parallelism"),
+        ({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
+        ({"cuda_graph_impl": "local"}, "captured layers"),
+        ({"wrapper": {"param_and_grad_buffer": "a buffer"}}, "FSDP"),
+        ({"wrapper": {"ddp_config": types.SimpleNamespace(reuse_grad_buf_for_mxfp8_param_ag=True)}}, "reuse_grad_buf"),
+        ({"documents": True}, "--docs-per-step"),
+        ({"dynamic_cp": True}, "dynamic_cp"),
+    ],
+    ids=str,
+)
+def test_what_joins_data_parallel_ranks_before_an_open_step_closes_is_refused(changed, named):
+    changed = dict(changed)
+    given = {"takes_documents": changed.pop("documents", False), "dynamic_cp": changed.pop("dynamic_cp", False)}
+    wrapper = changed.pop("wrapper", {})
+    usual = {"num_moe_experts": None, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+    config = types.SimpleNamespace(**usual | {"moe_z_loss_coeff": None, "expert_model_parallel_size": 1} | changed)
+    model = types.SimpleNamespace(config=config, **wrapper)
+    if named is None:
+        checks.check_open([model], **given)
+        return
+    with pytest.raises(ScheduleError, match=f"cannot be combined with {named}"):
+        checks.check_open([model], **given)
 
 
 def test_a_micro_batch_may_have_its_own_ranks_only_in_a_step_that_uses_them():

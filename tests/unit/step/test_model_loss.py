@@ -50,8 +50,7 @@ def prepared(depths: int, **changes: object) -> tuple[ModelLoss, Model, list[Loc
     model = Model(tables)
     loss.attach(model)
     scaling = LossScaling(per_token=False, num_microbatches=2, data_parallel_size=1, context_parallel_size=1)
-    plan = SimpleNamespace(depth_counts=(6,) * depths)
-    loss.begin(plan, scaling, SimpleNamespace(mtp_loss_scaling_factor=FACTOR), ALONE)
+    loss.begin(scaling, SimpleNamespace(mtp_loss_scaling_factor=FACTOR), ALONE)
     return loss, model, locals_, tables
 
 
