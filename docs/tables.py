@@ -142,6 +142,10 @@ LOSSES_OF_AGGREGATIONS = {
     ),
     "token_mean": (r"\frac{1}{T}\sum_t m_t\,\ell_t", "T"),
     "constant": (r"\frac{1}{N_r\,L}\sum_t m_t\,\ell_t", r"N_r\,L"),
+    "turn_mean": (
+        r"\frac{1}{N_{\mathrm{turn}}}\sum_{\mathrm{turns}}\frac{\sum_t m_t\,\ell_t}{M_{\mathrm{turn}}}",
+        r"N_{\mathrm{turn}}\,M_{\mathrm{turn}}",
+    ),
 }
 _PI_OLD = r"\pi_{\mathrm{old}}"
 LOSSES = {

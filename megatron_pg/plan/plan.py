@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import ContextRanks
-from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.declarations.aggregations import AGGREGATIONS, is_by_turn
 from megatron_pg.declarations.loss_terms import AS_POLICY
 from megatron_pg.plan.collectives import decode, encode
 from megatron_pg.plan.errors import StepPlanError
@@ -67,10 +67,11 @@ class StepPlan:
 
     aggregation: str
     divisor: float | None
-    denominators: Tensor  # [S] float64, > 0, inf where the unit is not counted; S samples of this process
+    denominators: Tensor  # [S] float64, > 0, inf where the unit is not counted; N_turn under turn_mean
     num_samples: int
     num_rollouts: int  # N_r
     num_prompts: int | None  # P; None without prompt ids
+    num_turns: int | None = None  # with a token that the objective trains; None where nothing reads it
     num_tokens: int  # T, trained by the objective
     num_trained: int  # trained by the objective or a loss term
     num_response_tokens: int  # trained or not
@@ -120,6 +121,11 @@ def plan_step(
     try:
         rollouts, prompts = (None if ids is None else [plain(i) for i in ids] for ids in (rollout_ids, prompt_ids))
         local = table_of_counts(rule, group, whole_counts(tokens_per_sample), rollouts, prompts)
+        if is_by_turn(aggregation):
+            raise ValueError(
+                f"aggregation={aggregation!r} divides by tokens of turns, which plan_step does not receive. Choose "
+                "another, or give PolicyGradientStep samples with turns."
+            )
         if positions_per_sample is not None:
             local = replace(local, num_positions=count_positions(positions_per_sample, len(local.rows)))
     except Exception as failure:  # the exchange raises it on every rank
@@ -180,19 +186,20 @@ def plan_from_table(
     depths, kept = range(len(rule.counted) - rule.depths, len(rule.counted)), int(rule.denominator == "kept")
     _check_counted(whole.num_trained, whole.tokens[0], whole.tokens[kept])
     with_prompts = any(head.has_prompt_ids == 1 for head in heads)
-    count = partial(_counts, whole, with_prompts=with_prompts, divisor=rule.divisor)
+    count = partial(_counts, whole, rule, with_prompts=with_prompts)
     counts, of_depths = count(0, live_only=False), [count(column, live_only=rule.live_only) for column in depths]
     return StepPlan(
         aggregation=rule.aggregation,
         divisor=rule.divisor,
         denominators=_denominators(count(kept, live_only=rule.live_only), rule.aggregation),
-        terms=_plan_terms(rule, count),
+        terms=_plan_terms(rule, whole, count),
         depth_denominators=tuple(_denominators(depth, rule.depth_aggregation) for depth in of_depths),
-        depth_counts=tuple(depth.num_tokens for depth in of_depths),
+        depth_counts=tuple(whole.tokens[column] for column in depths),
         num_samples=sum(head.num_samples for head in heads),
         num_rollouts=counts.num_rollouts,
         num_prompts=counts.num_prompts,
-        num_tokens=counts.num_tokens,
+        num_tokens=whole.tokens[0],
+        num_turns=counts.num_turns,
         num_trained=whole.num_trained,
         num_response_tokens=whole.num_response_tokens,
         num_missing=whole.num_missing,
@@ -205,7 +212,7 @@ def plan_from_table(
     )
 
 
-def _plan_terms(rule: PlanRule, count: Callable[..., StepCounts]) -> dict[str, TermPlan]:
+def _plan_terms(rule: PlanRule, whole: WholeStep, count: Callable[..., StepCounts]) -> dict[str, TermPlan]:
     """The plan of every further loss term; on the objective's tokens it counts the same units as the objective."""
     plans, columns = {}, rule.columns
     for term in rule.terms[rule.has_objective :]:
@@ -215,7 +222,7 @@ def _plan_terms(rule: PlanRule, count: Callable[..., StepCounts]) -> dict[str, T
             denominators = _denominators(replace(counts, divisor=term.divisor), term.aggregation)
         plans[term.name] = TermPlan(
             denominators=denominators,
-            num_tokens=counts.num_tokens,
+            num_tokens=whole.tokens[column],
             num_rollouts=count(column, live_only=False).num_rollouts,
         )
     return plans
@@ -363,16 +370,18 @@ def _check_counted(num_trained: int, num_tokens: int, num_kept: int) -> None:
         )
 
 
-def _counts(whole: WholeStep, column: int, *, live_only: bool, with_prompts: bool, divisor: float | None) -> StepCounts:
+def _counts(whole: WholeStep, rule: PlanRule, column: int, *, live_only: bool, with_prompts: bool) -> StepCounts:
     rollouts, prompts = whole.units[ROLLOUT], whole.units[PROMPT]
+    (total,) = rule.amounts(torch.tensor([whole.tokens]), column).tolist()
     return StepCounts(
-        tokens_per_rollout=rollouts.tokens[:, column],
-        tokens_per_prompt=prompts.tokens[:, column] if with_prompts else None,
+        tokens_per_rollout=rule.amounts(rollouts.tokens, column),
+        tokens_per_prompt=rule.amounts(prompts.tokens, column) if with_prompts else None,
         num_rollouts=(rollouts.live if live_only else rollouts.counted)[column],
         num_prompts=(prompts.live if live_only else prompts.counted)[column] if with_prompts else None,
-        num_tokens=whole.tokens[column],
-        divisor=divisor,
+        num_tokens=total,
+        divisor=rule.divisor,
         live_only=live_only,
+        num_turns=rule.turns(whole.tokens, column),
     )
 
 

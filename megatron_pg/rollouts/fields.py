@@ -122,6 +122,8 @@ FIELDS = {
     "ref_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True),
     "teacher_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True, since=2),
     "old_entropies": Field(_are_numbers, is_required=False, is_per_token=True, since=2),
+    "token_weights": Field(_are_numbers, is_required=False, is_per_token=True, since=3),
+    "turns": Field(lambda value: _is_list_of(value, {int}), is_required=False, since=3),
     "teacher_topk": Field(_are_token_sets, is_required=False, since=2),
     "teacher_hidden": Field(_are_states, is_required=False, since=2),
     "sampling_mask": Field(_is_sampling_mask, is_required=False, since=3),

@@ -5,6 +5,7 @@ Everything is checked here, at the door, so that nothing later has to.
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +76,8 @@ class Sample:
     ref_logprobs: Tensor | None = None  # [R] float64, nats, of the reference policy
     teacher_logprobs: Tensor | None = None  # [R] float64, nats, of the teacher
     old_entropies: Tensor | None = None  # [R] float64, nats, of the sampling policy's distribution of each token
+    token_weights: Tensor | None = None  # [R] float64, factors on the tokens' weights in every loss term; None: 1
+    turns: tuple[int, ...] | None = None  # response tokens of each turn, one turn after another; they sum to R
     teacher_topk: TokenSets | None = None  # the teacher's top-k tokens at each response token
     teacher_hidden: Tensor | None = None  # [R, H_T] bfloat16 or float32, after the teacher's last norm
     sampling_mask: RecordedMask | None = None  # what the rollout engine could have sampled; None: the whole vocabulary
@@ -94,9 +97,11 @@ class Sample:
         self._check_plain_fields()
         self._check_tokens_and_mask()
         self._check_terms()
+        self._check_turns()
         for name in ("advantages", "old_logprobs", *OPTIONAL):
             if (values := getattr(self, name)) is not None:
-                _check_values(name, values, self.loss_mask, self.sample_id)
+                mask = self.trained if name == "token_weights" else self.loss_mask
+                _check_values(name, values, mask, self.sample_id)
             elif self.term == POLICY and name not in OPTIONAL:
                 raise ValueError(
                     f"sample {self.sample_id} has no {name}, which the objective needs. Give them, or set the sample's "
@@ -159,6 +164,20 @@ class Sample:
                     "Use Sample.build, which also takes 0 and 1."
                 )
 
+    def _check_turns(self) -> None:
+        """Lengths of turns, in any form, become a tuple of integers."""
+        if self.turns is None:
+            return
+        size, turns = self.response_length, tuple[Any, ...]()
+        with suppress(TypeError):
+            turns = tuple(map(plain, self.turns))
+        if not all(is_int(length) and length > 0 for length in turns) or sum(turns) != size:
+            raise ValueError(
+                f"turns={shorten(self.turns)} of sample {self.sample_id} are not lengths of turns that add up to its "
+                f"{size} response tokens. Give positive integers; tokens of tools belong to a turn, masked."
+            )
+        object.__setattr__(self, "turns", turns)
+
     @classmethod
     def build(
         cls,
@@ -218,6 +237,10 @@ class Sample:
     def response_length(self) -> int:
         """R, the number of response tokens, trained or not."""
         return len(self.loss_mask)
+
+    def sequence_lengths(self, level: str) -> tuple[int, ...]:
+        """Response tokens of each of its sequences: of the whole sample, or of each turn; without turns it is one."""
+        return self.turns if level == "turn" and self.turns is not None else (self.response_length,)
 
     @property
     def trained(self) -> Tensor:
@@ -304,7 +327,7 @@ def _mask(name: str, values: Any, length: int, label: str) -> Tensor:
         raise ValueError(_length_message(name, len(mask), length, label))
     if not (is_binary := (mask == 0) | (mask == 1)).all():
         bad = float(mask[~is_binary][0])
-        raise ValueError(f"{name} of sample {label} must be 0 or 1, got {bad:g}; put weights into the advantages")
+        raise ValueError(f"{name} of sample {label} must be 0 or 1, got {bad:g}; put weights into token_weights")
     return mask.bool()
 
 
@@ -338,6 +361,12 @@ def check_range(name: str, values: Tensor, label: str) -> None:
         raise ValueError(
             f"old_entropies of sample {label} go down to {float(values.min()):g}. Entropies are at least 0. Were "
             "log-probabilities or negative entropies given?"
+        )
+    if name == "token_weights" and (bad := values[(values != 0) & ~((values >= 1e-8) & (values <= 1e6))]).numel():
+        # sums of weights are integers of 2^-80 (plan/table.py): in this range every sum is one
+        raise ValueError(
+            f"token_weights of sample {label} contain {float(bad[0]):g}. A weight is 0, or from 1e-8 to 1e6. Scale "
+            "them; a token that must not be trained belongs to the mask."
         )
     if name in LOGPROBS and (values > 1e-3).any():
         raise ValueError(

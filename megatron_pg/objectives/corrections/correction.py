@@ -89,8 +89,10 @@ def of_trained(sample: Sample, values: Tensor | None) -> Tensor:
     return cast(Tensor, values)[sample.loss_mask]
 
 
-def correction_factors(samples: Sequence[Sample], correction: Correction) -> Factors | None:
+def correction_factors(samples: Sequence[Sample], correction: Correction, level: str = "sample") -> Factors | None:
     """[sum of R] float64 factor and [sum of R] bool kept, 1 and False where masked; None when data do not decide.
+
+    A sequence is the whole sample, or under the level "turn" each turn.
 
     Raises:
         ValueError: old_logprobs are rollout_logprobs.
@@ -116,5 +118,8 @@ def correction_factors(samples: Sequence[Sample], correction: Correction) -> Fac
         kept.append(torch.zeros(len(mask), dtype=torch.bool))
         if mask.any():
             numbers = correction.low, correction.high
-            factors[-1][mask], kept[-1][mask] = factors_of(*correction.words, old - rollout, *numbers)
+            trained_of = [int(part.sum()) for part in mask.split(sample.sequence_lengths(level))]
+            parts = (old - rollout).split([n for n in trained_of if n])
+            of_parts = [factors_of(*correction.words, log_rho, *numbers) for log_rho in parts]
+            factors[-1][mask], kept[-1][mask] = (torch.cat(each) for each in zip(*of_parts, strict=True))
     return torch.cat(factors), torch.cat(kept)

@@ -227,7 +227,9 @@ def test_advantages_that_differ_in_a_sample_are_refused_under_gmpo(name, advanta
         "sample_mean", per_token=False, terms=dataclasses.replace(simulation.GRPO, objective=build(name))
     )
     if refused:
-        with pytest.raises(ValueError, match=r"the advantages of sample s go from 0.5 to 0.500001, and gmpo has one"):
+        with pytest.raises(
+            ValueError, match=r"the advantages of sample s go from 0.5 to 0.500001 in one sample, and gmpo"
+        ):
             token_factors(batch, settings)
     else:
         token_factors(batch, settings)
@@ -275,7 +277,8 @@ def planned(trained, kept, aggregation, denominator):
         denominator=denominator,
         terms=(OBJECTIVE, *kl_and_entropy(kl_coef=0.1, kl_estimator="k3", aggregation="sample_mean")),
     )
-    table = local_table_of([pack(samples, qkv_format="thd")], rule, None, kept)
+    masks = [torch.arange(s.response_length) < n for s, n in zip(samples, kept, strict=True)]
+    table = local_table_of([pack(samples, qkv_format="thd")], rule, None, [torch.cat(masks)])
     return plan_from_table(table, rule, error=None, group=None)
 
 
