@@ -97,7 +97,8 @@ class Sample:
         self._check_plain_fields()
         self._check_tokens_and_mask()
         self._check_terms()
-        self._check_turns()
+        if self.turns is not None:
+            object.__setattr__(self, "turns", _turns(self.turns, len(self.loss_mask), self.sample_id))
         for name in ("advantages", "old_logprobs", *OPTIONAL):
             if (values := getattr(self, name)) is not None:
                 mask = self.trained if name == "token_weights" else self.loss_mask
@@ -164,20 +165,6 @@ class Sample:
                     "Use Sample.build, which also takes 0 and 1."
                 )
 
-    def _check_turns(self) -> None:
-        """Lengths of turns, in any form, become a tuple of integers."""
-        if self.turns is None:
-            return
-        size, turns = self.response_length, tuple[Any, ...]()
-        with suppress(TypeError):
-            turns = tuple(map(plain, self.turns))
-        if not all(is_int(length) and length > 0 for length in turns) or sum(turns) != size:
-            raise ValueError(
-                f"turns={shorten(self.turns)} of sample {self.sample_id} are not lengths of turns that add up to its "
-                f"{size} response tokens. Give positive integers; tokens of tools belong to a turn, masked."
-            )
-        object.__setattr__(self, "turns", turns)
-
     @classmethod
     def build(
         cls,
@@ -196,8 +183,8 @@ class Sample:
             response_length: R, the number of response tokens.
             loss_mask: R entries, 0 or 1, or truth values.
             old_logprobs: R log-probabilities in nats.
-            advantage: one number for the whole response, or R numbers. It and `old_logprobs` are optional for loss
-                terms that do not read them.
+            advantage: one number for the whole response, R numbers, or one for each of `turns`. It and
+                `old_logprobs` are optional for loss terms that do not read them.
             rest: any other field of `Sample`. Log-probabilities and `old_entropies` are given as `old_logprobs`, masks
                 as `loss_mask`, `routed_experts` as nested lists or an array of integers. `teacher_topk` and
                 `rollout_topk` are a dict of `ids` and `logprobs`, each a list per response token of lists, or an array
@@ -224,6 +211,10 @@ class Sample:
             for name, values in given.items()
             if values is not None
         }
+        if rest.get("turns") is not None:
+            turns = rest["turns"] = _turns(rest["turns"], length, label)
+            if len(of_turns := vectors.get("advantages", ())) == len(turns):
+                vectors["advantages"] = of_turns.repeat_interleave(torch.tensor(turns))
         if isinstance(masks := rest.get("masks"), Mapping):
             rest["masks"] = {
                 name: _mask(f"masks[{shorten(name)}]", given_mask, length, label) for name, given_mask in masks.items()
@@ -329,6 +320,19 @@ def _mask(name: str, values: Any, length: int, label: str) -> Tensor:
         bad = float(mask[~is_binary][0])
         raise ValueError(f"{name} of sample {label} must be 0 or 1, got {bad:g}; put weights into token_weights")
     return mask.bool()
+
+
+def _turns(values: Any, size: int, label: str) -> tuple[int, ...]:
+    """Lengths of turns in any form, of a response of `size` tokens."""
+    turns = tuple[Any, ...]()
+    with suppress(TypeError):
+        turns = tuple(map(plain, values))
+    if not all(is_int(length) and length > 0 for length in turns) or sum(turns) != size:
+        raise ValueError(
+            f"turns={shorten(values)} of sample {label} are not lengths of turns that add up to its {size} response "
+            "tokens. Give positive integers; the tokens of a tool belong to a turn, masked."
+        )
+    return turns
 
 
 def _length_message(name: str, length: int, response_length: int, label: object) -> str:

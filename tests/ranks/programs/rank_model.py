@@ -54,6 +54,7 @@ OPTIONS = (
         "terms",
         "kept",
         "whole",
+        "turns",
     ),
     *(*LOSSES, "activations", "replay", "choice", "rope", "dynamic", *FSDP),
 )
@@ -71,7 +72,8 @@ class Layout:
     are the samples'), choice (they are the model's own), hybrid (a HybridModel), mtp and mtp2 (one and two depths of
     multi-token prediction; own: with the weights of the aggregation; apart: they train their own layers only, from
     0.19.2), rope (rotary embeddings), dynamic (every micro-batch is cut over its own ranks), pieces (the model runs by
-    a schedule plan, together with another backward), loss terms and whole (further losses, over a teacher's top-k
+    a schedule plan, together with another backward), turns (of tokens with weights, each of which is a sequence of
+    gspo), loss terms and whole (further losses, over a teacher's top-k
     tokens or its whole vocabulary).
     """
 

@@ -183,8 +183,13 @@ def test_lengths_that_are_not_those_of_the_response_are_refused(turns):
 
 
 @pytest.mark.parametrize("turns", [(1, 2), torch.tensor([1, 2])])
-def test_turns_may_be_a_tensor(turns):
-    assert plain_sample(3, turns=turns).turns == (1, 2)
+def test_an_advantage_per_turn_is_that_of_its_tokens(turns):
+    sample = plain_sample(3, turns=turns, advantage=[0.5, -1.0])
+    assert sample.turns == (1, 2)
+    assert sample.advantages.tolist() == [0.5, -1.0, -1.0]
+    assert plain_sample(3, turns=turns, advantage=[0.5, -1.0, 2.0]).advantages.tolist() == [0.5, -1.0, 2.0]
+    with pytest.raises(ValueError, match=r"advantages of sample .* has 2 entries for 3 response tokens"):
+        plain_sample(3, turns=[3], advantage=[0.5, -1.0])
 
 
 @pytest.mark.parametrize(
