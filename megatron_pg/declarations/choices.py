@@ -19,6 +19,11 @@ QKV_FORMATS = ("thd", "bshd")  # packed rows, padded rows
 DENOMINATORS = {
     "scheduled": ("", "trained", "counts all rollouts and trained tokens, rejected ones too"),
     "live": (" with a trained token", "trained", "counts units with a trained token"),
+    "varied": (
+        " of groups whose rewards differ",
+        "trained",
+        "leaves out prompt groups whose rewards are all equal, as if they were not in the step",
+    ),
     "kept": (" with a kept token", "kept", "counts units and tokens that the correction does not reject"),
 }
 

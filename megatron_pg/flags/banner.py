@@ -161,6 +161,7 @@ def _auxiliary_weights(args: argparse.Namespace) -> str:
     counted = {
         "scheduled": "",
         "live": ", over rollouts with a trained token",
+        "varied": ", over groups whose rewards differ",
         "kept": ", over what is trained, rejected or not",
     }
     return f"{step_mean} over the step{counted[args.pg_denominator]}"

@@ -72,7 +72,8 @@ def add_weight_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--pg-custom-objective-path", metavar="PATH[,NUMBER=X]...", help=custom_objective_path)
     denominator = (
         "What the denominators count. scheduled: all rollouts and trained tokens. live: only rollouts and prompt "
-        "groups with a trained token. kept: only those, and tokens, that --pg-correction does not reject."
+        "groups with a trained token. varied: without prompt groups of several rollouts whose rewards are all equal, "
+        "which have no weight. kept: only units and tokens that --pg-correction does not reject."
     )
     group.add_argument("--pg-denominator", choices=DENOMINATORS, default="scheduled", help=denominator)
     weight_denominator = (
@@ -221,7 +222,7 @@ def _prediction_rules(facts: Facts) -> Violations:
 
 def _denominator_rules(facts: Facts) -> Violations:
     args, chosen = facts.args, f"--pg-denominator {facts.args.pg_denominator}"
-    if args.pg_denominator not in ("live", "kept"):
+    if args.pg_denominator not in DENOMINATORS or args.pg_denominator == "scheduled":
         return
     if facts.reducer_path is not None:
         yield (

@@ -113,10 +113,17 @@ def of_environments(rollouts: Tensor, names: Sequence[str]) -> list[Tensor]:
 
 def count_groups(prompts: Tensor) -> Tensor:
     """[2] int64: prompts with at least two rewards, and the number of these whose rewards are all equal."""
-    are_groups = prompts[:, LAST] > prompts[:, FIRST]
+    return torch.stack([_are_groups(prompts).sum(), are_flat(prompts).sum()])
+
+
+def are_flat(prompts: Tensor) -> Tensor:
+    """[n] bool from `merged_facts`: prompts with at least two rewards, which are all equal."""
     is_number = ~ordered_bits(prompts[:, LARGEST]).view(torch.float64).isnan()
-    are_equal = (prompts[:, LARGEST] == prompts[:, SMALLEST]) & is_number
-    return torch.stack([are_groups.sum(), (are_groups & are_equal).sum()])
+    return _are_groups(prompts) & (prompts[:, LARGEST] == prompts[:, SMALLEST]) & is_number
+
+
+def _are_groups(prompts: Tensor) -> Tensor:
+    return prompts[:, LAST] > prompts[:, FIRST]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

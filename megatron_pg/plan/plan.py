@@ -183,16 +183,22 @@ def plan_from_table(
     _check_groups(whole.mixed, name_of)
     _check_conflicts(whole.conflicting, local, name_of, group)
     warning = _check_unique(whole, heads, rule, local, group)
-    depths, kept = range(len(rule.counted) - rule.depths, len(rule.counted)), int(rule.denominator == "kept")
-    _check_counted(whole.num_trained, whole.tokens[0], whole.tokens[kept])
+    is_varied = rule.denominator == "varied"
+    if is_varied:  # which rewards differ is known after an exchange, and what then counts after another
+        rows = rule.without(local.rows, whole.is_flat_row)
+        whole = exchange(replace(local, rows=rows), rule, group, [*whole.facts.environments])
+    columns, is_kept = len(rule.token_columns), rule.denominator == "kept"
+    depths = range(columns - rule.depths, columns)
+    _check_counted(whole.num_trained, whole.tokens[0], whole.tokens[int(is_kept)])
+    of_objective, is_out = int(is_kept or is_varied), whole.is_flat & is_varied
     with_prompts = any(head.has_prompt_ids == 1 for head in heads)
     count = partial(_counts, whole, rule, with_prompts=with_prompts)
     counts, of_depths = count(0, live_only=False), [count(column, live_only=rule.live_only) for column in depths]
     return StepPlan(
         aggregation=rule.aggregation,
         divisor=rule.divisor,
-        denominators=_denominators(count(kept, live_only=rule.live_only), rule.aggregation),
-        terms=_plan_terms(rule, whole, count),
+        denominators=_denominators(count(of_objective, live_only=rule.live_only), rule.aggregation, is_out),
+        terms=_plan_terms(rule, whole, count, is_out),
         depth_denominators=tuple(_denominators(depth, rule.depth_aggregation) for depth in of_depths),
         depth_counts=tuple(whole.tokens[column] for column in depths),
         num_samples=sum(head.num_samples for head in heads),
@@ -212,14 +218,19 @@ def plan_from_table(
     )
 
 
-def _plan_terms(rule: PlanRule, whole: WholeStep, count: Callable[..., StepCounts]) -> dict[str, TermPlan]:
+def _plan_terms(
+    rule: PlanRule, whole: WholeStep, count: Callable[..., StepCounts], is_out: Tensor
+) -> dict[str, TermPlan]:
     """The plan of every further loss term; on the objective's tokens it counts the same units as the objective."""
     plans, columns = {}, rule.columns
     for term in rule.terms[rule.has_objective :]:
         column, denominators = columns[term.tokens], None
-        counts = count(column, live_only=rule.live_only and column == TRAINED)
+        is_policys = column == TRAINED
+        counts = count(
+            int(rule.denominator == "varied") if is_policys else column, live_only=rule.live_only and is_policys
+        )
         if term.aggregation and term.aggregation != AS_POLICY:
-            denominators = _denominators(replace(counts, divisor=term.divisor), term.aggregation)
+            denominators = _denominators(replace(counts, divisor=term.divisor), term.aggregation, is_out & is_policys)
         plans[term.name] = TermPlan(
             denominators=denominators,
             num_tokens=whole.tokens[column],
@@ -385,8 +396,10 @@ def _counts(whole: WholeStep, rule: PlanRule, column: int, *, live_only: bool, w
     )
 
 
-def _denominators(counts: StepCounts, aggregation: str) -> Tensor:
-    """[S] float64; infinite for a unit with trained tokens that is not counted, and if nothing is counted."""
+def _denominators(counts: StepCounts, aggregation: str, is_out: Tensor | None = None) -> Tensor:
+    """[S] float64; infinite where a unit is not counted and has tokens, where nothing is counted, and in `is_out`."""
+    if is_out is not None and is_out.any():
+        return torch.where(is_out, torch.inf, _denominators(counts, aggregation))
     if not counts.num_tokens:
         return torch.full_like(counts.tokens_per_rollout, torch.inf, dtype=torch.float64)
     denominators = reducer_of(aggregation)(counts)

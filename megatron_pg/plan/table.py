@@ -59,7 +59,7 @@ class PlanRule:
     @property
     def live_only(self) -> bool:
         """Whether units without a counted token are left out of the denominators."""
-        return self.denominator != "scheduled"
+        return self.denominator in ("live", "kept")
 
     @property
     def has_objective(self) -> bool:
@@ -111,6 +111,15 @@ class PlanRule:
         """[C] the columns that are added up per unit: `token_columns`, then the weights and turns of each of them."""
         return [*self.token_columns, *range(self._width_of_tokens, self.width)]
 
+    def without(self, rows: Tensor, is_left_out: Tensor) -> Tensor:
+        """[S, width] the table, with the trained tokens as kept ones but for some samples, which are not members."""
+        base, extra, changed = self._width_of_tokens, self._extra, rows.clone()
+        trained, kept = (
+            [column, *range(first, first + extra)] for column, first in ((TRAINED, base), (KEPT, base + extra))
+        )
+        changed[:, kept] = torch.where(is_left_out[:, None], -1, rows[:, trained])
+        return changed
+
     def amounts(self, sums: Tensor, column: int) -> Tensor:
         """[n] what denominators count, from sums [n, C]: int64 tokens of one of `token_columns`, or float64 weights."""
         if not self.sums_weights:
@@ -128,6 +137,8 @@ class PlanRule:
     def needs_prompt_ids(self) -> bool:
         """Whether a denominator counts prompt groups."""
         further = [s.aggregation for s in self.terms if s.aggregation and s.aggregation != AS_POLICY]
+        if self.denominator == "varied":
+            return True
         return any(map(needs_prompt_ids, [self.aggregation, *further, *[self.depth_aggregation] * (self.depths > 0)]))
 
 
@@ -203,7 +214,8 @@ def table_of_counts(
     if rule.needs_prompt_ids:
         missing = [i for i in range(size) if prompt_ids is None or (i < len(prompt_ids) and prompt_ids[i] is None)]
         if missing:
-            raise ValueError(f"prompt_mean needs a prompt_id for every sample; sample {missing[0]} has none")
+            reader = "--pg-denominator varied" if rule.denominator == "varied" else "prompt_mean"
+            raise ValueError(f"{reader} needs a prompt_id for every sample; sample {missing[0]} has none")
     own = torch.arange(size) + (_rank_of(group) << 32) if own is None else own  # without ids each sample is a rollout
     rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
     prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)

@@ -73,6 +73,8 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
     needs: list[tuple[str, str, str]] = []  # loss term of the tokens, field, who asks for it
     if field := CORRECTIONS[settings.correction.name].reads:
         needs.append((POLICY, field, f"--pg-correction {settings.correction.name}"))
+    if settings.denominator == "varied":
+        needs.append((POLICY, "reward", "--pg-denominator varied"))
     if settings.sequence_level == "turn":
         needs.append((POLICY, "turns", "--pg-sequence-level turn"))
     if is_by_turn(settings.aggregation):
@@ -92,7 +94,7 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
                 )
             if name in PAYLOADS:
                 PAYLOADS[name].check_read(values, mask, sample.sample_id, flag)
-            if name in PAYLOADS or name == "turns":
+            if name in PAYLOADS or name in ("turns", "reward"):
                 continue
             if (bad := mask & ~torch.isfinite(values)).any():
                 k = int(bad.nonzero()[0])

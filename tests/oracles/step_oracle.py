@@ -22,6 +22,9 @@ trained tokens:
     under
                  kept, by the objective alone. Terms over other tokens count as under scheduled.
 
+    varied       over the tokens of rl, no document counts or has a weight whose prompt group has at least two rollouts
+                 with a reward, all equal
+
 With `weight_denominator` weights, M and T are sums of the tokens' weights. With `sequence_level` turn, a sequence-level
 loss, ratio or rejection is over the trained tokens of one turn instead of those of the document.
 
@@ -94,6 +97,7 @@ class Document:
     turns: Sequence[int] | None = None
     rollout_id: object = None
     prompt_id: object = None
+    reward: float | None = None
 
     def rows(self, tokens: str) -> np.ndarray | None:
         """[k] positions that the term of this name trains, None where the document is not a member."""
@@ -380,13 +384,26 @@ def of_rows(
     return denominators(documents, counts, aggregation, divisor, live_only=live_only, amounts=amounts)
 
 
+def varied_rows(
+    documents: Sequence[Document], settings: Settings, rows: Sequence[np.ndarray | None]
+) -> list[np.ndarray | None]:
+    """The rows without those of documents whose prompt group has no variance, where that is asked for."""
+    groups: dict[object, dict[object, float]] = {}
+    for i, document in enumerate(documents):
+        if document.reward is not None and document.rows(POLICY) is not None:
+            groups.setdefault(document.prompt_id, {})[rollout_of(documents, i)] = document.reward
+    flat = {prompt for prompt, own in groups.items() if len(own) > 1 and len(set(own.values())) == 1}
+    flat = flat if settings.denominator == "varied" else set()
+    return [None if document.prompt_id in flat else own for document, own in zip(documents, rows, strict=True)]
+
+
 def policy_denominators(
     documents: Sequence[Document], settings: Settings, kept: Sequence[np.ndarray | None]
 ) -> list[float | np.ndarray | None]:
     """Those of the objective; `kept`: the rows of each member that the correction leaves."""
     trained = [document.rows(POLICY) for document in documents]
     if settings.aggregation != "root_length":
-        counted = kept if settings.denominator == "kept" else trained
+        counted = varied_rows(documents, settings, kept if settings.denominator == "kept" else trained)
         live_only, named = settings.denominator in ("live", "kept"), (settings.aggregation, settings.divisor)
         return of_rows(documents, settings, counted, *named, live_only=live_only, trained=trained)
     by = "token_mean" if settings.per_token else "constant"
@@ -403,7 +420,8 @@ def term_denominators(
         return list(of_policy)
     live_only = term.tokens == POLICY and settings.denominator in ("live", "kept")
     rows, named = [document.rows(term.tokens) for document in documents], (term.aggregation, term.divisor)
-    return of_rows(documents, settings, rows, *named, live_only=live_only, trained=rows)
+    counted = varied_rows(documents, settings, rows) if term.tokens == POLICY else rows
+    return of_rows(documents, settings, counted, *named, live_only=live_only, trained=rows)
 
 
 # ---- Losses of the tokens of a document: tokens, values, g, coefficient of the negative entropy, sizes ----

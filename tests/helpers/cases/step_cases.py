@@ -291,6 +291,7 @@ def document_of(sample: Sample, table: Tensor, keeps_entropy: bool = False) -> D
         turns=sample.turns,
         rollout_id=sample.rollout_id,
         prompt_id=sample.prompt_id,
+        reward=sample.reward,
     )
 
 

@@ -34,7 +34,11 @@ def random_term_case(rng: random.Random) -> StepCase:
         asked = term_cases.random_settings(rng, chosen, **given)
         terms = tuple(_by_turn(term) if rng.random() < 0.3 else term for term in asked.terms)
         asked = replace(asked, terms=terms)
+        if asked.has_policy and asked.aggregation != step_cases.CUSTOM and rng.random() < 0.25:
+            asked = replace(asked, denominator="varied")
         samples = [with_weights_and_turns(sample, rng, p_none=0.0) for sample in term_cases.random_samples(rng, asked)]
+        if asked.denominator == "varied":
+            samples = [with_reward(sample) for sample in samples]
         if not any(term_cases.live_rows(asked, sample) for sample in samples):
             continue
         case = term_cases.case_of(samples, term_cases.poisoned_logits(rng, asked, samples), asked)
@@ -58,6 +62,7 @@ def random_objective_case(rng: random.Random, objective: str) -> StepCase:
         if rng.random() < 0.4:
             denominator = "scheduled" if asked.denominator == "live" else asked.denominator
             asked = replace(asked, aggregation="turn_mean", divisor=None, denominator=denominator)
+        asked = replace(asked, denominator="varied") if rng.random() < 0.25 else asked
         samples = [with_weights_and_turns(sample, rng, p_none=0.0) for sample in base.samples]
         if OBJECTIVES[objective].has_one_advantage_per_sequence and asked.sequence_level == "turn":
             samples = [_with_one_advantage_per_turn(sample, rng) for sample in samples]
@@ -80,6 +85,12 @@ def with_weights_and_turns(sample: Sample, rng: random.Random, p_none: float = 0
         token_weights=torch.tensor(weights, dtype=torch.float64) if has_weights else None,
         turns=None if rng.random() < p_none else random_turns(rng, size),
     )
+
+
+def with_reward(sample: Sample) -> Sample:
+    """One for a rollout, of few values."""
+    own = float(random.Random(f"{sample.rollout_id or sample.sample_id}").randrange(2))
+    return replace(sample, reward=own if sample.reward is None else sample.reward)
 
 
 def random_weight(rng: random.Random) -> float:

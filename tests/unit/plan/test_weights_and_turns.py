@@ -84,6 +84,48 @@ def test_hand_worked_weights_of_tokens(aggregation, by, wanted):
     assert plan.num_tokens == 3  # tokens, not weights
 
 
+@pytest.mark.parametrize("aggregation", ["sample_mean", "prompt_mean", "token_mean", "constant", "turn_mean"])
+def test_varied_is_the_step_without_groups_of_equal_rewards(aggregation):
+    """Of prompts p (rewards 0 and 1), q (1 and 1, one of them masked) and r (one rollout); bit for bit."""
+    given = [("p", 0, 1.0), ("p", 1, 0.0), ("q", 2, 1.0), ("q", 3, 1.0), ("r", 4, 1.0), ("p", 5, 0.0)]
+    samples = [
+        plain_sample(n + 1, loss_mask=[int(n != 5)] * (n + 1), prompt_id=p, rollout_id=n, reward=r, turns=[n + 1])
+        for p, n, r in given
+    ]
+    others = [sample for sample in samples if sample.prompt_id != "q"]
+    divisor = {"divisor": 7.0} if aggregation == "constant" else {}
+    for by in (False, True):
+        wanted, _ = weights_of(others, aggregation, sums_weights=by, **divisor)
+        settings = {"sums_weights": by, "denominator": "varied"} | divisor
+        found, plan = weights_of(samples, aggregation, [[0, 3], [1, 2], [4, 5]], **settings)
+        assert [own.tolist() for own in found[:2] + found[4:]] == [own.tolist() for own in wanted]
+        assert not any(own.any() for own in found[2:4])
+        assert (plan.num_rollouts, plan.num_tokens) == (6, sum(sample.num_trained for sample in samples))
+
+
+def test_a_step_without_variance_has_no_weight_and_missing_rewards_are_named():
+    samples = [plain_sample(1, prompt_id="p", rollout_id=n, reward=1.0) for n in range(2)]
+    weights, _ = weights_of(samples, "sample_mean", denominator="varied")
+    assert [own.tolist() for own in weights] == [[0.0], [0.0]]
+    for missing in ("reward", "prompt_id"):
+        lacking = [dataclasses.replace(sample, **{missing: None}) for sample in samples]
+        with pytest.raises(StepPlanError, match=rf"{missing}.* --pg-denominator varied needs|varied needs a {missing}"):
+            weights_of(lacking, "sample_mean", denominator="varied")
+
+
+@pytest.mark.parametrize("by", [False, True])
+def test_hand_worked_weights_of_predictions(by):
+    """One depth, which predicts all but the first token of a response after one prompt token: two turns."""
+    sample = plain_sample(4, turns=[2, 2], token_weights=[9.0, 2.0, 1.0, 3.0])
+    settings = {"mtp_depths": 1, "mtp_aggregation": "policy", "sums_weights": by}
+    loss = simulation.settings("turn_mean", per_token=False, **settings)
+    step = PlannedStep.of(lambda: [pack([sample], qkv_format="thd")], loss, group=None)
+    (local,) = step.slices(lambda batch: None)
+    weights = [w for w in local.depths[0].weights.tolist() if w]
+    assert weights == ([0.5, 1 / 8, 3 / 8] if by else [1.0, 1 / 4, 3 / 4])  # N_turn 2, M 1 and 2, or 2 and 4
+    assert step.plan.depth_counts == (3,)
+
+
 def test_weights_that_are_all_zero_weigh_nothing():
     samples = [plain_sample(2, token_weights=[0.0, 0.0], turns=[1, 1]), plain_sample(1, turns=[1])]
     for aggregation, by in itertools.product(("sample_mean", "token_mean", "turn_mean"), (False, True)):
