@@ -45,10 +45,11 @@ class CorrectionDeclaration:
     reads: str | None = None  # field that every sample must have
     anchor: str | None = None  # field that off-policy sequences are measured from, if the model decides
     factors: str | None = None  # the function, if data of a sequence decide
+    reads_logprobs: bool = False  # the function reads log π_old and log π_rollout in the place of log ρ
     selection: SelectionDeclaration | None = None  # if data of the whole step decide
 
     def load(self) -> Callable | None:
-        """From its words, log ρ of a sequence's trained tokens and the bounds to factors and kept tokens, or None."""
+        """From words, log ρ of a sequence's trained tokens (`reads_logprobs`) and bounds to factors and kept tokens."""
         return None if self.factors is None else load(f"megatron_pg.objectives.corrections.correction:{self.factors}")
 
 
@@ -91,6 +92,15 @@ CORRECTIONS = {
     "tis": _ratio("tis", "ℓ times min(max(ρ, lo), hi)", 0.0, 2.0, rejects=False),
     "seq_tis": _ratio("seq_tis", "ℓ times min(max(P, lo), hi)", 0.0, 2.0, rejects=False, reads_sequences=True),
     "icepop": _ratio("icepop", "ℓ times ρ where lo <= ρ <= hi, else 0", 0.5, 5.0, rejects=True),
+    "kpop": CorrectionDeclaration(
+        formula="ℓ times ρ where KL of π_old, π_rollout over (token, all others) is <= hi in both directions, else 0",
+        numbers={_HIGH: 0.1},
+        bounds="a KL divergence",
+        rejects="data",
+        reads="rollout_logprobs",
+        factors="kpop",
+        reads_logprobs=True,
+    ),
     "mis": _ratio("mis", "ℓ times P where lo <= P <= hi, else 0", 0.0, 3.0, rejects=True, reads_sequences=True),
     "seq_mask_tis": _ratio(
         "seq_mask_tis",

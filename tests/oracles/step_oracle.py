@@ -46,6 +46,7 @@ USUAL_BOUNDS = {  # of a correction where Settings leaves a bound out; opsm has 
     "tis": (0.0, 2.0),
     "seq_tis": (0.0, 2.0),
     "icepop": (0.5, 5.0),
+    "kpop": (None, 0.1),
     "mis": (0.0, 3.0),
     "seq_mask_tis": (0.999, 1.002),
     "opsm": (None, None),

@@ -63,6 +63,7 @@ CORRECTION_RANGES = {  # of the lower and the upper bound
     "tis": ((0.0, 0.8), (1.0, 2.0)),
     "seq_tis": ((0.0, 0.8), (1.0, 2.0)),
     "icepop": ((0.5, 0.95), (1.0, 1.5)),
+    "kpop": (None, (1e-4, 0.05)),
     "mis": ((0.2, 0.9), (1.0, 3.0)),
     "seq_mask_tis": ((0.7, 0.99), (1.0, 1.4)),
     "opsm": (None, (-0.5, 0.5)),

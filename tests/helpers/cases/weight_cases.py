@@ -88,8 +88,8 @@ def with_weights_and_turns(sample: Sample, rng: random.Random, p_none: float = 0
 
 
 def with_reward(sample: Sample) -> Sample:
-    """One for a rollout, of few values."""
-    own = float(random.Random(f"{sample.rollout_id or sample.sample_id}").randrange(2))
+    """The reward that `term_cases.random_reward` gives to samples of its rollout, if it has none."""
+    own = random.Random(sample.rollout_id or sample.sample_id).choice([0.0, 1.0, 2.5])
     return replace(sample, reward=own if sample.reward is None else sample.reward)
 
 

@@ -201,6 +201,7 @@ def settings(aggregation: str, options: frozenset[str] = frozenset()) -> LossSet
         per_token=aggregation == "token_mean",
         terms=LossTerms(objective=objective_of(objective[0], **objective[1]), further=terms),
         sums_weights="turns" in options,
+        denominator="varied" if "turns" in options and aggregation != "turn_mean" else "scheduled",
         sequence_level="turn" if "turns" in options else "sample",
         temperature=1.0,
         impl="torch",
