@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.declarations.aggregations import AGGREGATIONS, is_by_turn
 from megatron_pg.plan import exchange, plan
 from megatron_pg.plan.facts import COLUMNS
 from megatron_pg.plan.table import PROMPT, ROLLOUT, LocalTable, PlanRule
@@ -125,7 +125,7 @@ def main() -> None:
     sys.stdout.write("| ranks | samples | aggregation | received | seconds |\n| --- | --- | --- | --- | --- |\n")
     for ranks in map(int, options.ranks.split(",")):
         rows = whole_step(ranks, options.samples)
-        for aggregation in AGGREGATIONS:
+        for aggregation in (name for name in AGGREGATIONS if not is_by_turn(name)):
             received, seconds = measured(rows, aggregation, ranks, options.samples, options.repeats)
             sys.stdout.write(
                 f"| {ranks} | {ranks * options.samples} | {aggregation} | {received / MIB:.3f} MiB | {seconds:.4f} |\n"

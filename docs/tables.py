@@ -142,6 +142,10 @@ LOSSES_OF_AGGREGATIONS = {
     ),
     "token_mean": (r"\frac{1}{T}\sum_t m_t\,\ell_t", "T"),
     "constant": (r"\frac{1}{N_r\,L}\sum_t m_t\,\ell_t", r"N_r\,L"),
+    "turn_mean": (
+        r"\frac{1}{N_{\mathrm{turn}}}\sum_{\mathrm{turns}}\frac{\sum_t m_t\,\ell_t}{M_{\mathrm{turn}}}",
+        r"N_{\mathrm{turn}}\,M_{\mathrm{turn}}",
+    ),
 }
 _PI_OLD = r"\pi_{\mathrm{old}}"
 LOSSES = {
@@ -167,6 +171,8 @@ FACTORS = {
     "tis": r"times $\min(\max(\rho,\mathrm{low}),\mathrm{high})$",
     "seq_tis": r"times $\min(\max(P,\mathrm{low}),\mathrm{high})$",
     "icepop": r"times ρ if $\mathrm{low}\le\rho\le\mathrm{high}$, else 0",
+    "kpop": r"times ρ if the KL of $\pi_{\mathrm{old}}$, $\pi_{\mathrm{rollout}}$ over (token, all others) is at most "
+    "high both ways",
     "mis": r"times P if $\mathrm{low}\le P\le\mathrm{high}$, else 0",
     "seq_mask_tis": r"times ρ if the sequence's geometric mean of ρ is in $[\mathrm{low},\mathrm{high}]$, else 0",
     "opsm": r"0 if $A<0$ and the sequence's mean of $\log\pi_{\mathrm{rollout}}-\log\pi$ exceeds high",

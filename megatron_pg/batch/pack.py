@@ -46,7 +46,7 @@ class PackedBatch:
     @property
     def digest(self) -> bytes:
         """48 bits of everything that the loss and the metrics read, independent of its layout in memory."""
-        facts = [(s.reward, s.truncated, s.environment, s.term, sorted(s.masks)) for s in self.samples]
+        facts = [(s.reward, s.truncated, s.environment, s.term, s.turns, sorted(s.masks)) for s in self.samples]
         content = hashlib.blake2b(digest_size=6)
         content.update(repr((self.qkv_format, self.padded_lengths, facts, self.cp_ranks)).encode())
         content.update(self.tokens.numpy().tobytes() + self.lengths.numpy().tobytes())
@@ -71,16 +71,11 @@ class PackedBatch:
 
     def tokens_of(self, *terms: str) -> list[int]:
         """Tokens of each sample that one of the loss terms trains; -1 if the sample belongs to none of them."""
-        return self._counted(self.mask_of(*terms), terms)
+        return self.counted(self.mask_of(*terms), *terms)
 
-    def trained_at(self, depth: int, *terms: str) -> list[int]:
-        """As `tokens_of`, only of tokens that multi-token prediction of that depth can predict."""
-        return self._counted(self.mask_of(*terms) & self.reached(depth), terms)
-
-    def _counted(self, mask: Tensor, terms: Sequence[str]) -> list[int]:
-        counts = torch.zeros_like(self.lengths).index_add_(
-            0, self.per_token(torch.arange(len(self.samples))), mask.long()
-        )
+    def counted(self, mask: Tensor, *terms: str) -> list[int]:
+        """Tokens of each sample in a mask [sum of R]; -1 if the sample belongs to none of the loss terms."""
+        counts = self.sums(mask)
         is_member = [any(name == s.term or name in s.masks for name in terms) for s in self.samples]
         return [n if is_of else -1 for n, is_of in zip(counts.tolist(), is_member, strict=True)]
 
@@ -118,9 +113,27 @@ class PackedBatch:
         flat[self.response_positions[reached] - depth] = values[reached]
         return flat.view(*self.tokens.shape, *further)
 
-    def per_token(self, per_sample: Tensor) -> Tensor:
-        """[sum of R] from one value per sample."""
-        return torch.repeat_interleave(per_sample, self.lengths)
+    def sequence_lengths(self, level: str) -> Tensor:
+        """[n] int64, response tokens of each sequence: of each sample, or of each turn."""
+        lengths = [length for sample in self.samples for length in sample.sequence_lengths(level)]
+        return torch.tensor(lengths, dtype=torch.int64)
+
+    def per_token(self, values: Tensor, level: str = "sample") -> Tensor:
+        """[sum of R] from one value per sequence."""
+        return torch.repeat_interleave(values, self.sequence_lengths(level))
+
+    def sums(self, values: Tensor, level: str = "sample") -> Tensor:
+        """[n] the sums of values [sum of R] over each sequence: counts of a mask, or sums of float64, rounded once."""
+        lengths = self.sequence_lengths(level)
+        if values.is_floating_point():
+            parts = values.split(lengths.tolist())
+            return torch.tensor([math.fsum(part.tolist()) for part in parts], dtype=torch.float64)
+        return torch.zeros_like(lengths).index_add_(0, self.per_token(torch.arange(len(lengths)), level), values.long())
+
+    def weighted(self, mask: Tensor) -> Tensor:
+        """[sum of R] float64: `token_weights` of the tokens in the mask, 1 in samples without them; 0 elsewhere."""
+        weights = self.response_values("token_weights")
+        return torch.where(mask, torch.where(weights.isnan(), 1.0, weights), 0.0)
 
 
 def pack(

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sequences:
-    """The sequence, one of a micro-batch's S, of each of this rank's T tokens.
+    """The sequence, one of a micro-batch's S samples or turns, of each of this rank's T tokens.
 
     S is known on the host and equal on all context- and tensor-parallel ranks; slot S is for padding.
     """

@@ -97,7 +97,7 @@ def slice_batch(
     cp_rank: int,
     cp_size: int,
     device: torch.device | str = "cpu",
-    sequences: bool = False,
+    sequences: str | None = None,
     cp_group: ProcessGroup | None = None,
     depth_weights: Sequence[Tensor] = (),
 ) -> LocalBatch:
@@ -110,12 +110,12 @@ def slice_batch(
         cp_rank: rank in the context-parallel group.
         cp_size: size of that group.
         device: where the model runs.
-        sequences: whether the loss needs averages over whole sequences.
+        sequences: "sample" or "turn" if the loss needs averages over whole samples or turns; None: it needs none.
         cp_group: the context-parallel group, over which they are added up; None: every sequence is whole.
         depth_weights: [sum of R] float64 for each depth of multi-token prediction.
     """
     index = zigzag_index(batch.padded_lengths, cp_rank=cp_rank, cp_size=cp_size)
-    counts = torch.tensor(batch.tokens_per_sample, dtype=torch.float64).clamp(min=1)
+    counts = batch.sums(batch.loss_mask).double().clamp(min=1)
     known = {
         "mask": batch.loss_mask,
         "old_logprobs": batch.response_values("old_logprobs"),
@@ -134,6 +134,9 @@ def slice_batch(
     inputs["loss_mask"] = flat["mask"].view(-1, len(batch.tokens)).t().float()
     if batch.qkv_format == "thd":
         inputs["boundaries"] = torch.tensor([0, *batch.padded_lengths]).cumsum(0).int()
+    if sequences == "turn":
+        counts = batch.sums(batch.loss_mask, "turn").double().clamp(min=1)
+        slots = here(batch.per_token(torch.arange(1, len(counts) + 1), "turn")) - 1
     whole = _sequences(slots, counts, device, cp_group) if sequences else None
     depths, remote = _depths_of(batch, index, depth_weights, known["mask"], (cp_size, cp_group), device)
     return LocalBatch(

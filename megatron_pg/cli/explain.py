@@ -8,7 +8,7 @@ from megatron_pg.args import default_arguments, own_arguments
 from megatron_pg.cli.launch import Launch, Layout, add_launch_options, layout_of, read_arguments, read_launch
 from megatron_pg.cli.terminal import InputError, say, show_json, table
 from megatron_pg.cli.validate import check
-from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.declarations.aggregations import AGGREGATIONS, is_by_turn
 from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.flags.banner import banner, describe
 from megatron_pg.flags.facts import Facts
@@ -74,7 +74,7 @@ def factor_rows(args: argparse.Namespace, layout: Layout) -> Rows:
 def weight_rows(args: argparse.Namespace, layout: Layout, lengths: tuple[int, ...]) -> list[dict[str, float]]:
     """Weight of a token and of a whole answer for each length, in a step with equally many answers of each length.
 
-    Without the number of rollouts the weights are in units of 1/N_r.
+    Under turn_mean answers are turns. Without the number of rollouts or turns the weights are in units of its inverse.
     """
     if args.custom_pg_loss_reducer_function_path is not None or not Facts(args).has_objective:
         return []
@@ -89,16 +89,22 @@ def weight_rows(args: argparse.Namespace, layout: Layout, lengths: tuple[int, ..
 
 
 def _fixed_rollouts(args: argparse.Namespace, layout: Layout) -> int | None:
-    """N_r, or None if it depends on the step.
+    """N_r, or None if the step decides what is counted.
 
-    So it does if only rollouts with a trained or kept token count, or if some samples are of other loss terms.
+    So it does if only rollouts with a trained or kept token count, if turns count, or if some samples are of other loss
+    terms.
     """
-    return layout.batch if args.pg_denominator == "scheduled" and not _has_other_samples(args) else None
+    is_fixed = args.pg_denominator == "scheduled" and not is_by_turn(args.loss_aggregation)
+    return layout.batch if is_fixed and not _has_other_samples(args) else None
 
 
 def _has_other_samples(args: argparse.Namespace) -> bool:
     """Whether samples can be of a loss term that is not the objective."""
     return len(Facts(args).terms_of_samples) > 1
+
+
+def _unit(args: argparse.Namespace) -> str:
+    return "1/N_turn" if is_by_turn(args.loss_aggregation) else "1/N_r"
 
 
 def _equal(value: int | None) -> str:
@@ -147,7 +153,9 @@ def _say_rows(title: str, rows: Rows) -> None:
 
 
 def _say_weights(args: argparse.Namespace, layout: Layout, weights: list[dict[str, float]]) -> None:
-    say(f"── what an answer weighs{'' if _fixed_rollouts(args, layout) else ', in units of 1/N_r'} ──")
+    kind = "turn" if is_by_turn(args.loss_aggregation) else "answer"
+    unit = "" if _fixed_rollouts(args, layout) else f", in units of {_unit(args)}"
+    say(f"── what {'a turn' if kind == 'turn' else 'an answer'} weighs{unit} ──")
     if not Facts(args).has_objective:
         say("  the objective is dropped and gives no weight; the denominators of each loss term are above")
         return
@@ -158,12 +166,15 @@ def _say_weights(args: argparse.Namespace, layout: Layout, weights: list[dict[st
         (f"{row['length']} tokens", f"{row['token']:.4g}", f"{row['answer']:.4g}", f"{row['share']:.1%}")
         for row in weights
     ]
-    say(table(("answer of", "one token", "whole answer", "share of the step"), cells))
+    say(table((f"{kind} of", "one token", f"whole {kind}", "share of the step"), cells))
     say(f"  {_assumption(args)}")
 
 
 def _assumption(args: argparse.Namespace) -> str:
-    text = "in a step with equally many answers of these lengths"
+    kind = "turns" if is_by_turn(args.loss_aggregation) else "answers"
+    text = f"in a step with equally many {kind} of these lengths"
+    if args.pg_weight_denominator == "weights":
+        text += ", counted by their tokens' weights"
     if args.pg_denominator == "kept":
         text += ", without rejected tokens"
     if args.loss_aggregation == "prompt_mean":
@@ -223,7 +234,7 @@ def _document(
         "objective": dict(describe(launch.args)),
         "sizes": sizes,
         "factors": dict(factors),
-        "weights_unit": "1" if rollouts else "1/N_r",
+        "weights_unit": "1" if rollouts else _unit(launch.args),
         "weights": weights,
         "elsewhere": _elsewhere(launch.args),
         "remarks": list(remarks),

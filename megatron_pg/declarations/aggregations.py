@@ -18,9 +18,10 @@ class AggregationDeclaration:
     denominator: str  # δ in words
     numbers: str  # δ where the number of rollouts is not known before the step
     known_numbers: str | None = None  # if it is known; also formatted with `rollouts` and `product`, times `divisor`
-    unit: str  # what the denominator counts: "rollout", "prompt" (which needs prompt ids) or "token"
+    unit: str  # what the denominator counts: "rollout", "prompt" (which needs prompt ids), "turn" (turns) or "token"
     per_rollout: Callable[[float, float, float | None], float]
-    """δ / N_r of an answer, from its length, the mean length of the step's answers, and the divisor."""
+    """δ / N_r of an answer, from its length, the mean length of the step's answers, and the divisor; where `unit` is
+    "turn", δ / N_turn of a turn, from the lengths of turns."""
     elsewhere: str  # its names in other frameworks, for a reader
     aliases: tuple[str, ...] = ()  # their names for it, for "did you mean"; never accepted
     takes_divisor: bool = False  # L, `--loss-aggregation-divisor`
@@ -79,10 +80,24 @@ AGGREGATIONS = {
         takes_divisor=True,
         reducer="megatron_pg.reducers.constant:constant",
     ),
+    "turn_mean": AggregationDeclaration(
+        formula="(1/N_turn) Σ_turns (Σ m·ℓ)/M_turn",
+        denominator="N_turn · M_turn: turns of the step with a {tokens} token · {tokens} tokens of the token's turn",
+        numbers="N_turn·M, N_turn turns of the step with a {tokens} token, M {tokens} tokens of the turn",
+        unit="turn",
+        per_rollout=lambda length, mean, divisor: length,
+        elsewhere="RLinf: turn_level; no flag of slime, miles, verl, TRL or NeMo-RL",
+        reducer="megatron_pg.reducers.turn_mean:turn_mean",
+    ),
 }
 DEFAULT = "sample_mean"
 STEP_MEANS = {False: DEFAULT, True: "token_mean"}  # what Megatron's per-token flag by itself means
 _TWO_MEANINGS = {"dapo": "token_mean (DAPO's code) or prompt_mean (DAPO's paper)"}
+
+
+def is_by_turn(aggregation: str | None) -> bool:
+    """Whether its denominators count turns."""
+    return aggregation in AGGREGATIONS and AGGREGATIONS[aggregation].unit == "turn"
 
 
 def elsewhere() -> dict[str, str]:

@@ -12,6 +12,8 @@ HEAD_BACKWARDS = ("bf16", "split")  # how it rounds the gradient of the logits
 SOFTCAPS = (1.0, 1000.0)  # bounds of a softcap c: float32 has c tanh(x / c) to 3e-7 c
 SAMPLING_MASK_MISSING = ("error", "mask")  # for a trained token outside its sampling mask
 SAMPLING_MASK_ENTROPIES = ("full", "kept")  # the entropy of a token with a sampling mask
+WEIGHT_DENOMINATORS = ("tokens", "weights")  # what denominators sum of a token
+SEQUENCE_LEVELS = ("sample", "turn")  # what a sequence is, for losses, importance weights and rejections
 DOCS_POLICIES = ("exact", "at_least")
 DOCS_ENDS = ("partial", "stop")
 QKV_FORMATS = ("thd", "bshd")  # packed rows, padded rows
@@ -20,6 +22,11 @@ QKV_FORMATS = ("thd", "bshd")  # packed rows, padded rows
 DENOMINATORS = {
     "scheduled": ("", "trained", "counts all rollouts and trained tokens, rejected ones too"),
     "live": (" with a trained token", "trained", "counts units with a trained token"),
+    "varied": (
+        " of groups whose rewards differ",
+        "trained",
+        "leaves out prompt groups whose rewards are all equal, as if they were not in the step",
+    ),
     "kept": (" with a kept token", "kept", "counts units and tokens that the correction does not reject"),
 }
 

@@ -40,14 +40,16 @@ class CorrectionDeclaration:
     numbers: Reads = field(default_factory=dict)
     words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # required options and their choices
     bounds: str | None = None  # what the bounds apply to, if it is never negative
+    reads_sequences: bool = False  # its ratio is over a whole sequence; of rejection, its level decides
     rejects: str | None = None  # "data" or "model", which decide its rejections; None: it rejects no token
     reads: str | None = None  # field that every sample must have
     anchor: str | None = None  # field that off-policy sequences are measured from, if the model decides
     factors: str | None = None  # the function, if data of a sequence decide
+    reads_logprobs: bool = False  # the function reads log π_old and log π_rollout in the place of log ρ
     selection: SelectionDeclaration | None = None  # if data of the whole step decide
 
     def load(self) -> Callable | None:
-        """From its words, log ρ of a sequence's trained tokens and the bounds to factors and kept tokens, or None."""
+        """From words, log ρ of a sequence's trained tokens (`reads_logprobs`) and bounds to factors and kept tokens."""
         return None if self.factors is None else load(f"megatron_pg.objectives.corrections.correction:{self.factors}")
 
 
@@ -57,11 +59,14 @@ _COEF = Number(name="coef", low=ABOVE_ZERO, high=math.inf, requirement="finite a
 PENALTY = "kl_cov"  # the correction that adds a penalty, and the name of that loss term
 
 
-def _ratio(name: str, formula: str, low: float, high: float, *, rejects: bool) -> CorrectionDeclaration:
+def _ratio(
+    name: str, formula: str, low: float, high: float, *, rejects: bool, reads_sequences: bool = False
+) -> CorrectionDeclaration:
     return CorrectionDeclaration(
         formula=formula,
         numbers={_LOW: low, _HIGH: high},
         bounds="a ratio of probabilities",
+        reads_sequences=reads_sequences,
         rejects="data" if rejects else None,
         reads="rollout_logprobs",
         factors=name,
@@ -72,6 +77,7 @@ def _opsm(anchor: str, shown: str) -> CorrectionDeclaration:
     return CorrectionDeclaration(
         formula=f"0 where A < 0 and the sequence's mean of log {shown} - log π > hi",
         numbers={_HIGH: None},
+        reads_sequences=True,
         rejects="model",
         reads="rollout_logprobs" if anchor == "rollout_logprobs" else None,
         anchor=anchor,
@@ -84,15 +90,25 @@ _covariance = functools.partial(
 CORRECTIONS = {
     "none": CorrectionDeclaration(formula="none"),
     "tis": _ratio("tis", "ℓ times min(max(ρ, lo), hi)", 0.0, 2.0, rejects=False),
-    "seq_tis": _ratio("seq_tis", "ℓ times min(max(P, lo), hi)", 0.0, 2.0, rejects=False),
+    "seq_tis": _ratio("seq_tis", "ℓ times min(max(P, lo), hi)", 0.0, 2.0, rejects=False, reads_sequences=True),
     "icepop": _ratio("icepop", "ℓ times ρ where lo <= ρ <= hi, else 0", 0.5, 5.0, rejects=True),
-    "mis": _ratio("mis", "ℓ times P where lo <= P <= hi, else 0", 0.0, 3.0, rejects=True),
+    "kpop": CorrectionDeclaration(
+        formula="ℓ times ρ where KL of π_old, π_rollout over (token, all others) is <= hi in both directions, else 0",
+        numbers={_HIGH: 0.1},
+        bounds="a KL divergence",
+        rejects="data",
+        reads="rollout_logprobs",
+        factors="kpop",
+        reads_logprobs=True,
+    ),
+    "mis": _ratio("mis", "ℓ times P where lo <= P <= hi, else 0", 0.0, 3.0, rejects=True, reads_sequences=True),
     "seq_mask_tis": _ratio(
         "seq_mask_tis",
         "ℓ times ρ where the sequence's geometric mean of ρ is in [lo, hi], else 0",
         0.999,
         1.002,
         rejects=True,
+        reads_sequences=True,
     ),
     "opsm": _opsm("rollout_logprobs", "π_rollout"),
     "opsm_old": _opsm("old_logprobs", "π_old"),

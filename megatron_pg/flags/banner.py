@@ -96,6 +96,10 @@ def _term_rows(facts: Facts) -> list[tuple[str, str]]:
     if args.pg_denominator != "scheduled" or args.pg_correction != "none":
         text = DENOMINATORS[args.pg_denominator][2]
         rows.append(("denominator", f"{text}  (--pg-denominator {args.pg_denominator})"))
+    if args.pg_weight_denominator != "tokens":
+        rows.append(("M, T, n", "sums of the tokens' weights  (--pg-weight-denominator weights)"))
+    if args.pg_sequence_level != "sample":
+        rows.append(("sequence", "each turn of a response  (--pg-sequence-level turn)"))
     if args.pg_kl_coef:
         text = f"+ {args.pg_kl_coef:g} Σ u·KL(π‖π_ref) by {args.pg_kl_estimator}  (--pg-kl-coef, --pg-kl-estimator)"
         rows.append(("KL", text))
@@ -165,6 +169,7 @@ def _auxiliary_weights(args: argparse.Namespace) -> str:
     counted = {
         "scheduled": "",
         "live": ", over rollouts with a trained token",
+        "varied": ", over groups whose rewards differ",
         "kept": ", over what is trained, rejected or not",
     }
     return f"{step_mean} over the step{counted[args.pg_denominator]}"

@@ -117,6 +117,12 @@ class Facts:
         return {option: selected.given[option] for option in CORRECTIONS[str(selected.name)].words}
 
     @property
+    def corrects_sequences(self) -> bool:
+        """Whether the correction reads whole sequences."""
+        level = self.selected_correction.given.get("level", "")
+        return (self.correction is not None and self.correction.reads_sequences) or level.startswith("seq")
+
+    @property
     def teacher_head(self) -> str | None:
         """PATH[:NAME] of the teacher's output layer, if a loss term reads it."""
         return next((term.head for term in self.further if term.reads_hidden), None)

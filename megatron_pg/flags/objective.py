@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 
 from megatron_pg.declarations import corrections, objectives
+from megatron_pg.declarations.aggregations import AGGREGATIONS, is_by_turn
 from megatron_pg.declarations.choices import (
     AUX_AGGREGATIONS,
     DENOMINATORS,
@@ -16,6 +17,8 @@ from megatron_pg.declarations.choices import (
     MTP_TARGETS,
     OBJECTIVE_PARAMETERS,
     ROLES,
+    SEQUENCE_LEVELS,
+    WEIGHT_DENOMINATORS,
 )
 from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS, OTHER_ESTIMATORS, CorrectionDeclaration
 from megatron_pg.declarations.declaration import ABOVE_ZERO, Number
@@ -33,7 +36,7 @@ from megatron_pg.flags.values import are_numbers, choice, number
 # A critic reads these arguments in addition to those of its role; all others are about log-probabilities.
 _OF_BOTH = (
     *("loss_aggregation", "loss_aggregation_divisor", "custom_pg_loss_reducer_function_path"),
-    *("pg_denominator", "pg_grad_divisor", "pg_metrics", "pg_dry_run"),
+    *("pg_denominator", "pg_weight_denominator", "pg_grad_divisor", "pg_metrics", "pg_dry_run"),
     *("docs_per_step", "docs_per_step_policy", "docs_per_step_end", "docs_per_step_drop_position"),
 )
 
@@ -84,9 +87,22 @@ def add_weight_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--pg-custom-objective-path", metavar="PATH[,NUMBER=X]...", help=custom_objective_path)
     denominator = (
         "What the denominators count. scheduled: all rollouts and trained tokens. live: only rollouts and prompt "
-        "groups with a trained token. kept: only those, and tokens, that --pg-correction does not reject."
+        "groups with a trained token. varied: without prompt groups of several rollouts whose rewards are all equal, "
+        "which have no weight. kept: only units and tokens that --pg-correction does not reject."
     )
     group.add_argument("--pg-denominator", choices=DENOMINATORS, default="scheduled", help=denominator)
+    weight_denominator = (
+        "What the denominators sum where samples have token_weights. tokens: trained tokens, so a weight of 2 doubles "
+        "a token. weights: the tokens' weights, so the weights of a unit are relative to each other. Default tokens."
+    )
+    group.add_argument(
+        "--pg-weight-denominator", choices=WEIGHT_DENOMINATORS, default="tokens", help=weight_denominator
+    )
+    sequence_level = (
+        "A sequence, for sequence-level objectives, importance weights and rejections: the whole sample, or each of "
+        "its turns. Default sample."
+    )
+    group.add_argument("--pg-sequence-level", choices=SEQUENCE_LEVELS, default="sample", help=sequence_level)
     aux_aggregation = (
         "Weights of the KL and entropy terms. default: sample_mean, or token_mean with --calculate-per-token-loss. "
         "policy: the weights of the policy loss."
@@ -137,6 +153,7 @@ def objective_violations(facts: Facts) -> Violations:
     """Rules E24, E25 and E40 to E44 for the flags of the objective."""
     args = facts.args
     yield from _selection_rules(facts)
+    yield from choice("--pg-sequence-level", args.pg_sequence_level, SEQUENCE_LEVELS)
     yield from choice("--pg-aux-aggregation", args.pg_aux_aggregation, AUX_AGGREGATIONS)
     if args.pg_kl_estimator is not None:
         yield from choice("--pg-kl-estimator", args.pg_kl_estimator, KL_ESTIMATORS, elsewhere=OTHER_ESTIMATORS)
@@ -156,8 +173,10 @@ def objective_violations(facts: Facts) -> Violations:
 def weight_violations(facts: Facts) -> Violations:
     """Rules E24, E25 and E43 for what every role weighs tokens and gradients by."""
     yield from choice("--pg-denominator", facts.args.pg_denominator, DENOMINATORS)
+    yield from choice("--pg-weight-denominator", facts.args.pg_weight_denominator, WEIGHT_DENOMINATORS)
     yield from number("--pg-grad-divisor", facts.args.pg_grad_divisor, ABOVE_ZERO, math.inf, "finite and > 0")
     yield from _denominator_rules(facts)
+    yield from _unit_rules(facts)
 
 
 def _selection_rules(facts: Facts) -> Violations:
@@ -239,7 +258,7 @@ def _prediction_rules(facts: Facts) -> Violations:
 
 def _denominator_rules(facts: Facts) -> Violations:
     args, chosen = facts.args, f"--pg-denominator {facts.args.pg_denominator}"
-    if args.pg_denominator not in ("live", "kept"):
+    if args.pg_denominator not in DENOMINATORS or args.pg_denominator == "scheduled":
         return
     if facts.reducer_path is not None:
         yield (
@@ -278,6 +297,31 @@ def role_violations(facts: Facts, defaults: Mapping[str, object]) -> Violations:
             yield f"E45 --{name.replace('_', '-')}{shown} has no meaning with --pg-role critic; remove it"
     if args.pg_metrics == "with_entropy":
         yield "E45 --pg-metrics with_entropy has no meaning with --pg-role critic, which has no entropy; use basic"
+
+
+def _unit_rules(facts: Facts) -> Violations:
+    """E43 for weights and turns that nothing reads."""
+    args = facts.args
+    if args.pg_weight_denominator == "weights" and not facts.wrong_terms and isinstance(facts.per_token, bool):
+        own = [facts.mode] if facts.has_objective and facts.reducer_path is None else []
+        used = [AGGREGATIONS[name] for name in (*own, *(t.aggregation for t in facts.further)) if name in AGGREGATIONS]
+        if all(declared.takes_divisor for declared in used):
+            owner = "a custom reducer" if facts.reducer_path is not None else facts.mode
+            yield f"E43 --pg-weight-denominator weights has no effect with {owner}, which sums no tokens; remove it"
+    if args.pg_denominator == "live" and is_by_turn(facts.mode):
+        yield f"E43 --pg-denominator live has no effect with {facts.mode}, which counts only trained turns; remove it"
+    is_read = facts.custom_objective is not None or (facts.objective is not None and facts.objective.reads_sequences)
+    if args.pg_sequence_level == "turn" and not (facts.has_objective and (is_read or facts.corrects_sequences)):
+        yield from unread_turns(facts)
+
+
+def unread_turns(facts: Facts) -> Violations:
+    """Rule E43 for turns that nothing reads. A custom objective is tried at startup to determine what it reads."""
+    objective = facts.custom_objective or facts.selected_objective
+    yield (
+        f"E43 --pg-sequence-level turn has no effect with {objective} and {facts.selected_correction}, which read "
+        "single tokens; remove it"
+    )
 
 
 def objective_warnings(facts: Facts) -> list[str]:

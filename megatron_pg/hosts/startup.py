@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from megatron_pg.args import ArgumentError, ArgumentNotice, add_arguments, validate_args
+from megatron_pg.declarations.aggregations import is_by_turn
 from megatron_pg.declarations.declaration import Number, did_you_mean
 from megatron_pg.flags.banner import banner_of, describe, in_force
 from megatron_pg.flags.facts import Facts
@@ -222,6 +223,14 @@ def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> Iter
         yield f"{capped}, and not those of the host's old log-probabilities; use a model that caps its logits"
     if args.pg_dry_run:
         yield "--pg-dry-run ends Megatron's pretrain() before it builds the model, which the host builds; remove it"
+    of_samples = (
+        ("turns", is_by_turn(args.loss_aggregation), f"--loss-aggregation {args.loss_aggregation}"),
+        ("turns", args.pg_sequence_level == "turn", "--pg-sequence-level turn"),
+        ("token_weights", args.pg_weight_denominator == "weights", "--pg-weight-denominator weights"),
+    )
+    for name, is_read, flag in of_samples:
+        if is_read and name not in carried:
+            yield f"{flag} reads {name} of samples, which the host's batches do not contain; remove it"
     if "old_entropies" not in carried and Facts(args).selected_correction.name == "top_entropy":
         reads = "reads old_entropies, which the host's batches do not contain"
         yield f"--pg-correction top_entropy {reads}; choose another correction"

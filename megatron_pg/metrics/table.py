@@ -278,6 +278,19 @@ METRICS: tuple[Metric, ...] = (
     _count("num_samples", "S [samples]: training sequences (documents), fully masked ones included"),
     _count("num_rollouts", "N_r [rollouts]: trajectories, fully masked ones included", is_policys=True),
     _count("num_prompts", "P [prompts]: prompt groups; absent when samples have no prompt_id", is_policys=True),
+    _count(
+        "num_turns", "N_turn [turns]: turns with a trained token; this and the next two only where turns are counted"
+    ),
+    _step(
+        "turn_length",
+        lambda p: p.num_tokens / p.num_turns if p.num_turns else None,
+        "T / N_turn [tokens]: mean number of trained tokens of a turn",
+    ),
+    _step(
+        "turns_per_rollout",
+        lambda p: p.num_turns / p.num_rollouts if p.num_turns else None,
+        "N_turn / N_r [turns]: mean number of turns of a rollout",
+    ),
     _mean("new_logprobs", lambda t: t.result.logprobs, "l [nats]: log-probability under the model being trained"),
     _mean("old_logprobs", lambda t: t.fields.old_logprobs, "o [nats]: log-probability under the sampling policy"),
     _mean("ratio_new_old", lambda t: t.ratios, "r = e^(l - o) [1]: probability ratio, new over old"),
@@ -321,18 +334,19 @@ METRICS: tuple[Metric, ...] = (
     ),
     _sequence(
         "segment_ratio_sum",
-        lambda t: t.fields.sample_weights * t.sequence_ratios,
-        "Σ R over documents [documents]: sum of the sequence ratios R = exp(mean of l - o)",
+        lambda t: t.sequence_weights * t.sequence_ratios,
+        "Σ R over sequences [sequences]: sum of the sequence ratios R = exp(mean of l - o), of samples or of turns "
+        "(`--pg-sequence-level`)",
     ),
     _sequence(
         "segment_ratio_squared_sum",
-        lambda t: t.fields.sample_weights * t.sequence_ratios.square(),
-        "Σ R² over documents [documents]: sum of the squared sequence ratios",
+        lambda t: t.sequence_weights * t.sequence_ratios.square(),
+        "Σ R² over sequences [sequences]: sum of the squared sequence ratios",
     ),
     _sequence(
         "num_segments",
-        lambda t: t.fields.sample_weights,
-        "documents with a trained token [documents]: number of sequence ratios",
+        lambda t: t.sequence_weights,
+        "sequences with a trained token [sequences]: number of sequence ratios",
     ),
     _correction(
         "correction_factor", lambda t: t.corrections, "κ·γ [1]: factor of `--pg-correction` on the policy term"
@@ -444,11 +458,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     _part("_weights", lambda t: t.fields.weights, "Σ w [1]: part of aggregation_ess", role=None, power=1),
     _part(
-        "_squared_weights",
-        lambda t: t.fields.weights.square(),
-        "Σ w² [1]: part of aggregation_ess",
-        role=None,
-        power=2,
+        "_squared_weights", lambda t: t.fields.weights.square(), "Σ w² [1]: part of aggregation_ess", role=None, power=2
     ),
     _mean(
         "value_clipped_fraction",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.batch.fields import TokenFields
+from megatron_pg.batch.sequences import Sequences
 from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels.policy_loss import LossTerms, PolicyGradientLoss
 from megatron_pg.metrics import gap
@@ -45,6 +46,11 @@ class TokenValues:
     def sample_weights(self) -> Tensor:
         """v, which sums to 1 over a sample."""
         return _known(self.fields.sample_weights)
+
+    @property
+    def sequence_weights(self) -> Tensor:
+        """v of a sequence, which sums to 1 over it: over a sample, or over a turn."""
+        return 1.0 / cast(Sequences, self.fields.sequences).trained_tokens(torch.float64)
 
     @cached_property
     def ratios(self) -> Tensor:

@@ -22,10 +22,15 @@ def dppo_kl(tokens: Tokens, parameters: Parameters) -> Tensor:
 def outside(tokens: Tokens, parameters: Parameters) -> tuple[Tensor, Tensor]:
     """[T] bool each: π above and below its trust region."""
     new, old = tokens.logprobs.detach().clamp(max=0), tokens.old_logprobs  # rounding may lift log π above 0
-    rest = -torch.expm1(old)  # 1 - π_old
-    # a rest of 0 contributes 0, although its logarithm is infinite
-    divergence = old.exp() * (old - new) + torch.where(rest > 0, rest * (_log1mexp(old) - _log1mexp(new)), 0)
+    divergence = token_divergence(old, new)
     return ((new > old) & (divergence > parameters.delta_high), (new < old) & (divergence > parameters.delta_low))
+
+
+def token_divergence(old: Tensor, new: Tensor) -> Tensor:
+    """KL over the token and all others, p log(p / q) + (1 - p) log((1 - p) / (1 - q)), from log p and log q."""
+    rest = -torch.expm1(old)  # 1 - p
+    # a rest of 0 contributes 0, although its logarithm is infinite
+    return old.exp() * (old - new) + torch.where(rest > 0, rest * (_log1mexp(old) - _log1mexp(new)), 0)
 
 
 def _log1mexp(x: Tensor) -> Tensor:

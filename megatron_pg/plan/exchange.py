@@ -26,6 +26,7 @@ from megatron_pg.plan.facts import (
     ONE_PER_ROLLOUT,
     UNIT_COLUMNS,
     SampleFacts,
+    are_flat,
     count_groups,
     fact_sums,
     largest_facts,
@@ -132,6 +133,8 @@ class WholeStep:
     num_positions: int
     num_response_tokens: int
     num_missing: int
+    is_flat: Tensor  # [n] bool, of each held sample: its prompt group's rewards are all equal
+    is_flat_row: Tensor  # [S] bool, the same of each row of the table
     is_balanced: bool  # whether ranks that share a micro-batch have the same one
     facts: SampleFacts
     divided: Mapping[str, Stray]  # by kind: a unit of `PlanRule.undivided` on two ranks
@@ -159,7 +162,7 @@ def exchange(
     num_trained, num_positions, num_response_tokens, num_missing, balance = sums[0].tolist()
     return WholeStep(
         units={
-            kind: _units(answer[units.of_held], of_sums, of_largest)
+            kind: _units(answer[units.of_held, :-1], of_sums, of_largest)
             for kind, units, answer, of_sums, of_largest in zip(
                 KINDS.values(), held, answers, sums[4:], largest[1:-1], strict=True
             )
@@ -169,6 +172,8 @@ def exchange(
         num_positions=num_positions,
         num_response_tokens=num_response_tokens,
         num_missing=num_missing,
+        is_flat=answers[-1][held[-1].of_held, -1] > 0,
+        is_flat_row=answers[-1][held[-1].of_rows, -1] > 0,
         is_balanced=balance % MODULUS == 0,
         facts=SampleFacts.of(sums[2], largest[0], sums[3], environments),
         conflicting={
@@ -188,6 +193,7 @@ class _OwnUnits(NamedTuple):
 
     rows: Tensor  # [U, width]
     of_held: Tensor  # [n] the row of each held sample
+    of_rows: Tensor  # [S] the row of each sample of the table
 
 
 def _own_units(local: LocalTable, rule: PlanRule, kind: int, rank: int) -> _OwnUnits:
@@ -206,7 +212,8 @@ def _own_units(local: LocalTable, rule: PlanRule, kind: int, rank: int) -> _OwnU
     if kind == PROMPT:  # without prompt ids there are no groups of rewards
         facts = unit_facts(local.rows[:, FACTS] * local.has_prompt_ids, local.rows[:, ROLLOUT])
     merged = merged_facts(facts, brought, number)
-    return _OwnUnits(torch.cat([heads, _added(local.rows[:, rule.counted], brought, number), merged], dim=1), of_held)
+    tokens = _added(local.rows[:, rule.counted], brought, number)
+    return _OwnUnits(torch.cat([heads, tokens, merged], dim=1), of_held, brought)
 
 
 def _numbered(keys: Tensor) -> Tensor:
@@ -269,10 +276,11 @@ def _owned_units(rows: Tensor, kind: int) -> _OwnedUnits:
 
 
 def _answers(rows: Tensor, owned: Sequence[_OwnedUnits]) -> Tensor:
-    """[n, C] for all received rows: the tokens of their units."""
-    answers = torch.zeros(len(rows), rows.shape[1] - _TOKENS - UNIT_COLUMNS, dtype=torch.int64)
+    """[n, C + 1] for all received rows: the tokens of their units, and whether the rewards are all equal."""
+    answers = torch.zeros(len(rows), rows.shape[1] - _TOKENS - UNIT_COLUMNS + 1, dtype=torch.int64)
     for units in owned:
-        answers[units.places] = units.totals[units.inverse].clamp(min=0)
+        of_units = torch.cat([units.totals.clamp(min=0), are_flat(units.facts)[:, None]], dim=1)
+        answers[units.places] = of_units[units.inverse]
     return answers
 
 

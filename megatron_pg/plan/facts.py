@@ -94,7 +94,7 @@ def fact_sums(rollouts: Tensor) -> Tensor:
         numerator, denominator = value.as_integer_ratio()
         units = (numerator << _UNIT) // denominator
         total, squares = total + number * units, squares + number * units**2
-    limbs = [*_limbs(total, _SUM), *_limbs(squares, _SQUARES)]
+    limbs = [*limbs_of(total, _SUM), *limbs_of(squares, _SQUARES)]
     return torch.tensor([*(int(count.sum()) for count in (*counts, *special)), *limbs], dtype=torch.int64)
 
 
@@ -113,10 +113,17 @@ def of_environments(rollouts: Tensor, names: Sequence[str]) -> list[Tensor]:
 
 def count_groups(prompts: Tensor) -> Tensor:
     """[2] int64: prompts with at least two rewards, and the number of these whose rewards are all equal."""
-    are_groups = prompts[:, LAST] > prompts[:, FIRST]
+    return torch.stack([_are_groups(prompts).sum(), are_flat(prompts).sum()])
+
+
+def are_flat(prompts: Tensor) -> Tensor:
+    """[n] bool from `merged_facts`: prompts with at least two rewards, which are all equal."""
     is_number = ~ordered_bits(prompts[:, LARGEST]).view(torch.float64).isnan()
-    are_equal = (prompts[:, LARGEST] == prompts[:, SMALLEST]) & is_number
-    return torch.stack([are_groups.sum(), (are_groups & are_equal).sum()])
+    return _are_groups(prompts) & (prompts[:, LARGEST] == prompts[:, SMALLEST]) & is_number
+
+
+def _are_groups(prompts: Tensor) -> Tensor:
+    return prompts[:, LAST] > prompts[:, FIRST]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,7 +173,7 @@ class SampleFacts:
         """Mean, rounded once."""
         if self.num_rewards is None or self._special is not None:
             return self._special
-        return _whole(self.sums[8 : 8 + _SUM]) / (self.num_rewards << _UNIT)
+        return whole_of(self.sums[8 : 8 + _SUM]) / (self.num_rewards << _UNIT)
 
     @property
     def reward_std(self) -> float | None:
@@ -175,7 +182,7 @@ class SampleFacts:
             return None
         if self._special is not None:
             return math.nan
-        total, squares = _whole(self.sums[8 : 8 + _SUM]), _whole(self.sums[8 + _SUM :])
+        total, squares = whole_of(self.sums[8 : 8 + _SUM]), whole_of(self.sums[8 + _SUM :])
         return _root(self.num_rewards * squares - total**2, self.num_rewards**2 << 2 * _UNIT)
 
     @property
@@ -216,13 +223,14 @@ def _share(part: Tensor, whole: Tensor) -> float | None:
     return int(part) / int(whole) if whole else None
 
 
-def _limbs(value: int, number: int) -> list[int]:
+def limbs_of(value: int, number: int) -> list[int]:
     """A whole number in parts that can be added up in 64 bits."""
     sign, size = (-1 if value < 0 else 1), abs(value)
     return [sign * (size >> _LIMB * k & (1 << _LIMB) - 1) for k in range(number)]
 
 
-def _whole(limbs: Tensor) -> int:
+def whole_of(limbs: Tensor) -> int:
+    """The number that these parts add up to, also after they were added to those of others."""
     return sum(limb << _LIMB * k for k, limb in enumerate(limbs.tolist()))
 
 

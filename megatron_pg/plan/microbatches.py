@@ -25,13 +25,4 @@ def count_step(batches: Sequence[PackedBatch], settings: LossSettings, group: Pr
         ValueError: a sample lacks what the loss needs, or the user's reducer fails.
     """
     factors = [token_factors(batch, settings) for batch in batches]
-    kept = kept_per_sample(batches, factors, settings)
-    return CountedStep(local_table_of(batches, settings.plan_rule, group, kept), factors)
-
-
-def kept_per_sample(
-    batches: Sequence[PackedBatch], factors: Sequence[TokenFactors], settings: LossSettings
-) -> list[int]:
-    """Of each sample the objective's tokens that no correction rejects; -1: it is not of the objective."""
-    pairs, tokens = zip(batches, factors, strict=True), settings.objective_tokens
-    return [n for batch, of_batch in pairs for n in of_batch.kept_per_sample(batch, tokens)]
+    return CountedStep(local_table_of(batches, settings.plan_rule, group, [own.kept for own in factors]), factors)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import PackedBatch
-from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.declarations.aggregations import AGGREGATIONS, is_by_turn
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, LossTerm
 from megatron_pg.plan.errors import ScheduleError
@@ -162,6 +162,9 @@ def _refuse_second_numbers(settings: LossSettings) -> None:
         "a loss without the objective (--pg-term rl:rl,weight=0), whose number it would be": not rule.has_objective,
         "--mtp-num-layers, unless --pg-mtp-aggregation policy counts the same rollouts or prompts as the objective and "
         "no other tokens are trained": settings.mtp_depths and has_other_depths,
+        f"--loss-aggregation {rule.aggregation}, whose turns it does not count": is_by_turn(rule.aggregation),
+        "--pg-weight-denominator weights, whose sums it does not count": rule.sums_weights,
+        "--pg-denominator varied, which leaves groups out after they are counted": rule.denominator == "varied",
         "--pg-denominator kept with prompt_mean, whose groups count the tokens that the forward keeps": counts_groups,
         **{
             f"{t.flag} with aggregation {t.aggregation}, which counts something else than the objective": True

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import ContextRanks
-from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.declarations.aggregations import AGGREGATIONS, is_by_turn
 from megatron_pg.declarations.loss_terms import AS_POLICY
 from megatron_pg.plan.collectives import decode, encode
 from megatron_pg.plan.errors import StepPlanError
@@ -67,16 +67,17 @@ class StepPlan:
 
     aggregation: str
     divisor: float | None
-    denominators: Tensor  # [S] float64, > 0, inf where the unit is not counted; S samples of this process
+    denominators: Tensor  # [S] float64, > 0, inf where the unit is not counted; N_turn under turn_mean
     num_samples: int
     num_rollouts: int  # N_r
     num_prompts: int | None  # P; None without prompt ids
+    num_turns: int | None = None  # with a token that the objective trains; None where nothing reads it
     num_tokens: int  # T, trained by the objective
     num_trained: int  # trained by the objective or a loss term
     num_response_tokens: int  # trained or not
     num_positions: int  # R, prompt, response and padding
     num_microbatches: int  # K, the same on every rank; 0 in an open step, whose ranks may have different numbers
-    number: int  # N: the rollouts, prompts or tokens that the objective's denominators count
+    number: float  # N: the rollouts, prompts or tokens that the objective's denominators count
     facts: SampleFacts = field(repr=False)  # rewards and lengths of all samples
     terms: Mapping[str, TermPlan] = field(default_factory=dict)  # by name
     num_missing: int = 0  # trained tokens outside their samples' sampling masks, masked before counting
@@ -121,6 +122,11 @@ def plan_step(
     try:
         rollouts, prompts = (None if ids is None else [plain(i) for i in ids] for ids in (rollout_ids, prompt_ids))
         local = table_of_counts(rule, group, whole_counts(tokens_per_sample), rollouts, prompts)
+        if is_by_turn(aggregation):
+            raise ValueError(
+                f"aggregation={aggregation!r} divides by tokens of turns, which plan_step does not receive. Choose "
+                "another, or give PolicyGradientStep samples with turns."
+            )
         if positions_per_sample is not None:
             local = replace(local, num_positions=count_positions(positions_per_sample, len(local.rows)))
     except Exception as failure:  # the exchange raises it on every rank
@@ -184,25 +190,32 @@ def plan_from_table(
     _check_groups(whole.mixed, name_of)
     _check_conflicts(whole.conflicting, local, name_of, group)
     warning = _check_unique(whole, heads, rule, local, group)
-    depths, kept = range(len(rule.counted) - rule.depths, len(rule.counted)), int(rule.denominator == "kept")
+    is_varied = rule.denominator == "varied"
+    if is_varied:  # which rewards differ is known after an exchange, and what then counts after another
+        rows = rule.without(local.rows, whole.is_flat_row)
+        whole = exchange(replace(local, rows=rows), rule, group, [*whole.facts.environments])
+    columns, is_kept = len(rule.token_columns), rule.denominator == "kept"
+    depths = range(columns - rule.depths, columns)
     if number is None:
-        _check_counted(whole.num_trained, whole.tokens[0], whole.tokens[kept])
+        _check_counted(whole.num_trained, whole.tokens[0], whole.tokens[int(is_kept)])
     with_prompts = number is not None or any(head.has_prompt_ids == 1 for head in heads)
-    count = partial(_counts, whole, with_prompts=with_prompts, divisor=rule.divisor, number=number)
+    count = partial(_counts, whole, rule, with_prompts=with_prompts, number=number)
     counts, of_depths = count(0, live_only=False), [count(column, live_only=rule.live_only) for column in depths]
-    of_objective = count(kept, live_only=rule.live_only)
+    of_objective = count(int(is_kept or is_varied), live_only=rule.live_only)
+    is_out = whole.is_flat & is_varied
     return StepPlan(
         aggregation=rule.aggregation,
         divisor=rule.divisor,
-        denominators=_denominators(of_objective, rule.aggregation),
+        denominators=_denominators(of_objective, rule.aggregation, is_out),
         number=_number(of_objective, rule.aggregation),
-        terms=_plan_terms(rule, count),
+        terms=_plan_terms(rule, whole, count, is_out),
         depth_denominators=tuple(_denominators(depth, rule.depth_aggregation) for depth in of_depths),
-        depth_counts=tuple(depth.num_tokens for depth in of_depths),
+        depth_counts=tuple(whole.tokens[column] for column in depths),
         num_samples=sum(head.num_samples for head in heads),
         num_rollouts=counts.num_rollouts,
         num_prompts=counts.num_prompts,
-        num_tokens=counts.num_tokens,
+        num_tokens=whole.tokens[0],
+        num_turns=counts.num_turns,
         num_trained=whole.num_trained,
         num_response_tokens=whole.num_response_tokens,
         num_missing=whole.num_missing,
@@ -215,17 +228,22 @@ def plan_from_table(
     )
 
 
-def _plan_terms(rule: PlanRule, count: Callable[..., StepCounts]) -> dict[str, TermPlan]:
+def _plan_terms(
+    rule: PlanRule, whole: WholeStep, count: Callable[..., StepCounts], is_out: Tensor
+) -> dict[str, TermPlan]:
     """The plan of every further loss term; on the objective's tokens it counts the same units as the objective."""
     plans, columns = {}, rule.columns
     for term in rule.terms[rule.has_objective :]:
         column, denominators = columns[term.tokens], None
-        counts = count(column, live_only=rule.live_only and column == TRAINED)
+        is_policys = column == TRAINED
+        counts = count(
+            int(rule.denominator == "varied") if is_policys else column, live_only=rule.live_only and is_policys
+        )
         if term.aggregation and term.aggregation != AS_POLICY:
-            denominators = _denominators(replace(counts, divisor=term.divisor), term.aggregation)
+            denominators = _denominators(replace(counts, divisor=term.divisor), term.aggregation, is_out & is_policys)
         plans[term.name] = TermPlan(
             denominators=denominators,
-            num_tokens=counts.num_tokens,
+            num_tokens=whole.tokens[column],
             num_rollouts=count(column, live_only=False).num_rollouts,
         )
     return plans
@@ -374,30 +392,39 @@ def _check_counted(num_trained: int, num_tokens: int, num_kept: int) -> None:
 
 
 def _counts(
-    whole: WholeStep, column: int, *, live_only: bool, with_prompts: bool, divisor: float | None, number: int | None
+    whole: WholeStep, rule: PlanRule, column: int, *, live_only: bool, with_prompts: bool, number: int | None
 ) -> StepCounts:
     rollouts, prompts = whole.units[ROLLOUT], whole.units[PROMPT]
+    (total,) = rule.amounts(torch.tensor([whole.tokens]), column).tolist()
     counts = StepCounts(
-        tokens_per_rollout=rollouts.tokens[:, column],
-        tokens_per_prompt=prompts.tokens[:, column] if with_prompts else None,
+        tokens_per_rollout=rule.amounts(rollouts.tokens, column),
+        tokens_per_prompt=rule.amounts(prompts.tokens, column) if with_prompts else None,
         num_rollouts=(rollouts.live if live_only else rollouts.counted)[column],
         num_prompts=(prompts.live if live_only else prompts.counted)[column] if with_prompts else None,
-        num_tokens=whole.tokens[column],
-        divisor=divisor,
+        num_tokens=total,
+        divisor=rule.divisor,
         live_only=live_only,
+        num_turns=rule.turns(whole.tokens, column),
     )
     assumed = dict.fromkeys(("num_rollouts", "num_prompts", "num_tokens"), number)
     return counts if number is None else replace(counts, **assumed)
 
 
-def _number(counts: StepCounts, aggregation: str) -> int:
+def _number(counts: StepCounts, aggregation: str) -> float:
     """N: what the aggregation's denominators count."""
-    numbers = {"rollout": counts.num_rollouts, "prompt": counts.num_prompts, "token": counts.num_tokens}
+    numbers = {
+        "rollout": counts.num_rollouts,
+        "prompt": counts.num_prompts,
+        "turn": counts.num_turns,
+        "token": counts.num_tokens,
+    }
     return numbers[AGGREGATIONS[aggregation].unit] or 0
 
 
-def _denominators(counts: StepCounts, aggregation: str) -> Tensor:
-    """[S] float64; infinite for a unit with trained tokens that is not counted, and if nothing is counted."""
+def _denominators(counts: StepCounts, aggregation: str, is_out: Tensor | None = None) -> Tensor:
+    """[S] float64; infinite where a unit is not counted and has tokens, where nothing is counted, and in `is_out`."""
+    if is_out is not None and is_out.any():
+        return torch.where(is_out, torch.inf, _denominators(counts, aggregation))
     if not counts.num_tokens:
         return torch.full_like(counts.tokens_per_rollout, torch.inf, dtype=torch.float64)
     denominators = reducer_of(aggregation)(counts)

@@ -146,7 +146,7 @@ class PlannedStep:
             cp_rank=rank,
             cp_size=size,
             device=device,
-            sequences=self.settings.terms.reads_sequences,
+            sequences=self.settings.sequence_level if self.settings.terms.reads_sequences else None,
             cp_group=group if size > 1 else None,
             depth_weights=weights_of_depths,
         )

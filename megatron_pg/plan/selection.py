@@ -28,9 +28,9 @@ from megatron_pg.objectives.corrections.selections import (
     origin_of,
 )
 from megatron_pg.plan.exchange import gathered
-from megatron_pg.plan.microbatches import CountedStep, kept_per_sample
+from megatron_pg.plan.microbatches import CountedStep
 from megatron_pg.plan.settings import LossSettings
-from megatron_pg.plan.table import KEPT, SelectionFacts, is_brought, places_of
+from megatron_pg.plan.table import SelectionFacts, is_brought, local_table_of, places_of
 from megatron_pg.plan.weights import TokenFactors
 from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.sample import Sample
@@ -84,11 +84,8 @@ def select_tokens(
     of_place = dict(zip((line.place for line in lines), chosen.tokens.split(list(step.lengths)), strict=True))
     facts = SelectionFacts(int(chosen.tokens.sum()), len(everyones), chosen.threshold, chosen.num_candidates)
     factors = _with_choice(batches, counted.factors, _masks(batches, of_place, group), declared)
-    rows = counted.table.rows.clone()
-    kept = kept_per_sample(batches, factors, settings)
-    mine = [n for n, place in zip(kept, places_of(batches, group), strict=True) if is_brought(place, group)]
-    rows[:, KEPT] = torch.tensor(mine, dtype=torch.int64)
-    return CountedStep(replace(counted.table, rows=rows, selection=facts), factors)
+    table = local_table_of(batches, settings.plan_rule, group, [own.kept for own in factors])
+    return CountedStep(replace(table, selection=facts), factors)
 
 
 def _held(batches: Sequence[PackedBatch], group: ProcessGroup | None) -> Iterator[tuple[int, Sample]]:

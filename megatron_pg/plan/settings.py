@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_pg.declarations.aggregations import STEP_MEANS
+from megatron_pg.declarations.aggregations import STEP_MEANS, is_by_turn
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, SHORTHANDS
 from megatron_pg.declarations.objectives import VALUE_LOSS
@@ -38,6 +38,8 @@ class LossSettings:
     correction: Correction = NO_CORRECTION
     seed: int = 0  # of a correction's draws
     denominator: str = "scheduled"  # what the objective's denominators count
+    sums_weights: bool = False  # denominators sum weights of tokens, instead of counting tokens
+    sequence_level: str = "sample"  # or "turn": what a sequence is
     terms_of_samples: frozenset[str] = frozenset({POLICY})  # that samples may name, also those of weight 0
     sampling_mask_missing: str = "error"  # how a trained token outside its sample's sampling mask is treated
     temperature: float
@@ -86,6 +88,8 @@ class LossSettings:
             correction=correction,
             seed=vars(args).get("seed") or 0,
             denominator=args.pg_denominator,
+            sums_weights=args.pg_weight_denominator == "weights",
+            sequence_level=args.pg_sequence_level,
             terms_of_samples=facts.terms_of_samples,
             sampling_mask_missing=args.pg_sampling_mask_missing,
             temperature=args.pg_temperature,
@@ -150,10 +154,13 @@ class LossSettings:
         step_mean = STEP_MEANS[self.per_token]  # the mean that the per-token flag alone gives
         shares_weights = self.reducer is None and self.denominator != "kept" and self.terms.has_objective
         weights = OBJECTIVE.tokens, self.aggregation, self.divisor
+        aggregations = self.aggregation, *(term.aggregation for term in self.terms.further)
         return PlanRule(
             aggregation=self.aggregation if self.reducer is None else step_mean,
             divisor=self.divisor,
             denominator=self.denominator,
+            sums_weights=self.sums_weights,
+            counts_turns=self.sequence_level == "turn" or any(map(is_by_turn, aggregations)),
             over_sampling_mask=self.over_sampling_mask,
             terms=tuple(
                 replace(term, aggregation=AS_POLICY)

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from megatron_pg.batch import ContextRanks, PackedBatch
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
 from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, LossTerm
-from megatron_pg.plan.facts import COLUMNS, ONE_PER_ROLLOUT, encode_facts
+from megatron_pg.plan.facts import COLUMNS, ONE_PER_ROLLOUT, encode_facts, limbs_of, whole_of
 from megatron_pg.rollouts.fields import POLICY, Id, is_number, plain
 from megatron_pg.rollouts.printable import shorten
 from megatron_pg.rollouts.sample import Sample
@@ -27,6 +27,9 @@ WIDTH = 4 + COLUMNS  # of a row without the tokens of further loss terms and of 
 FACTS = slice(4, WIDTH)
 _SURELY_DRAWN_ONCE = -20.0  # nats: such samples are drawn twice in one step of a billion
 _SUMMED = ("num_positions", "num_response_tokens", "num_missing")  # over the parts of a step
+# A sample's sum of weights is a float64 from 1e-8 on, so a multiple of 2^-80; as integers of that unit, in parts of 32
+# bits, sums of samples are exact, and the same in every order and layout.
+_WEIGHT_UNIT, _LIMBS = 2**80, 4
 _MOST_TOKENS = 2**40  # of a sample: totals of 4 million samples are exact in 64 bits
 
 
@@ -37,6 +40,8 @@ class PlanRule:
     aggregation: str
     divisor: float | None = None  # L
     denominator: str = "scheduled"  # what denominators count; further loss terms count trained tokens under `kept` too
+    sums_weights: bool = False  # denominators sum the weights of tokens, instead of counting tokens
+    counts_turns: bool = False
     over_sampling_mask: tuple[str, ...] = (POLICY,)  # the loss terms at whose tokens a sampling mask is read
     terms: tuple[LossTerm, ...] = (OBJECTIVE,)  # the objective first, unless it is dropped
     undivided: tuple[str, ...] = ()  # kinds of units ("rollout_id", "prompt_id") that may not lie on two ranks
@@ -56,7 +61,7 @@ class PlanRule:
     @property
     def live_only(self) -> bool:
         """Whether units without a counted token are left out of the denominators."""
-        return self.denominator != "scheduled"
+        return self.denominator in ("live", "kept")
 
     @property
     def has_objective(self) -> bool:
@@ -79,9 +84,19 @@ class PlanRule:
         return self.tokens[self.has_objective :]
 
     @property
+    def _width_of_tokens(self) -> int:
+        """Columns of the table without sums of weights and turns."""
+        return WIDTH + (len(self.others) + 1 if self.others else 0) + self.depths
+
+    @property
+    def _extra(self) -> int:
+        """Columns of weights and turns for each of `token_columns`."""
+        return _LIMBS * self.sums_weights + self.counts_turns
+
+    @property
     def width(self) -> int:
         """Columns of the table."""
-        return WIDTH + (len(self.others) + 1 if self.others else 0) + self.depths
+        return self._width_of_tokens + self._extra * len(self.token_columns)
 
     @property
     def any_term(self) -> int:
@@ -89,14 +104,43 @@ class PlanRule:
         return WIDTH + len(self.others) if self.others else TRAINED
 
     @property
+    def token_columns(self) -> list[int]:
+        """The columns of tokens: trained, kept, each of `others`, each depth."""
+        return [TRAINED, KEPT, *(column for column in range(WIDTH, self._width_of_tokens) if column != self.any_term)]
+
+    @property
     def counted(self) -> list[int]:
-        """[C] the columns whose tokens are counted per unit: trained, kept, each of `others`, each depth."""
-        return [TRAINED, KEPT, *(column for column in range(WIDTH, self.width) if column != self.any_term)]
+        """[C] the columns that are added up per unit: `token_columns`, then the weights and turns of each of them."""
+        return [*self.token_columns, *range(self._width_of_tokens, self.width)]
+
+    def without(self, rows: Tensor, is_left_out: Tensor) -> Tensor:
+        """[S, width] the table, with the trained tokens as kept ones but for some samples, which are not members."""
+        base, extra, changed = self._width_of_tokens, self._extra, rows.clone()
+        trained, kept = (
+            [column, *range(first, first + extra)] for column, first in ((TRAINED, base), (KEPT, base + extra))
+        )
+        changed[:, kept] = torch.where(is_left_out[:, None], -1, rows[:, trained])
+        return changed
+
+    def amounts(self, sums: Tensor, column: int) -> Tensor:
+        """[n] what denominators count, from sums [n, C]: int64 tokens of one of `token_columns`, or float64 weights."""
+        if not self.sums_weights:
+            return sums[:, column]
+        first = len(self.token_columns) + column * self._extra
+        parts = sums[:, first : first + _LIMBS]
+        return torch.tensor([whole_of(limbs) / _WEIGHT_UNIT for limbs in parts], dtype=torch.float64)
+
+    def turns(self, sums: Sequence[int], column: int) -> int | None:
+        """Turns with a token of one of `token_columns`, from sums [C]; None where they are not counted."""
+        last = len(self.token_columns) + (column + 1) * self._extra - 1
+        return sums[last] if self.counts_turns else None
 
     @property
     def needs_prompt_ids(self) -> bool:
         """Whether a denominator counts prompt groups."""
         further = [s.aggregation for s in self.terms if s.aggregation and s.aggregation != AS_POLICY]
+        if self.denominator == "varied":
+            return True
         return any(map(needs_prompt_ids, [self.aggregation, *further, *[self.depth_aggregation] * (self.depths > 0)]))
 
 
@@ -172,7 +216,8 @@ def table_of_counts(
     if rule.needs_prompt_ids:
         missing = [i for i in range(size) if prompt_ids is None or (i < len(prompt_ids) and prompt_ids[i] is None)]
         if missing:
-            raise ValueError(f"prompt_mean needs a prompt_id for every sample; sample {missing[0]} has none")
+            reader = "--pg-denominator varied" if rule.denominator == "varied" else "prompt_mean"
+            raise ValueError(f"{reader} needs a prompt_id for every sample; sample {missing[0]} has none")
     own = torch.arange(size) + (_rank_of(group) << 32) if own is None else own  # without ids each sample is a rollout
     rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
     prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)
@@ -198,9 +243,11 @@ def local_table_of(
     batches: Sequence[PackedBatch],
     rule: PlanRule,
     group: ProcessGroup | None,
-    kept_per_sample: Sequence[int] | None = None,
+    kept: Sequence[Tensor | None] | None = None,
 ) -> LocalTable:
-    """The table of this rank's micro-batches; `kept_per_sample`: the objective's tokens that no correction rejects.
+    """The table of this rank's micro-batches.
+
+    `kept`: of each micro-batch [sum of R] bool, the objective's tokens that no correction rejects; None: all.
 
     The first rank of a micro-batch that is cut over its own ranks counts it.
     """
@@ -208,11 +255,17 @@ def local_table_of(
     prompt_ids: Sequence[Id | None] | None = _all_or_none("prompt_id", samples)
     if rule.needs_prompt_ids and prompt_ids is None:
         prompt_ids = [sample.prompt_id for sample in samples]  # names the sample that has none
-    rollout_ids, counts = _all_or_none("rollout_id", samples), _tokens_of(batches, rule.tokens[: rule.has_objective])
-    places = places_of(batches, group)
-    kept = counts if kept_per_sample is None else torch.tensor(kept_per_sample, dtype=torch.int64)
-    further, keys = _further_columns(batches, samples, rule, counts >= 0), torch.tensor(places, dtype=torch.int64)
-    table = table_of_counts(rule, group, counts, rollout_ids, prompt_ids, kept, further, keys)
+    rollout_ids, places = _all_or_none("rollout_id", samples), places_of(batches, group)
+    parts = [
+        _counted_columns(batch, rule, own) for batch, own in zip(batches, kept or [None] * len(batches), strict=True)
+    ]
+    counted = torch.cat([torch.zeros(0, len(rule.counted), dtype=torch.int64), *parts])
+    counts, kept_counts, rest = counted[:, 0], counted[:, 1], counted[:, 2:]
+    of_others, of_depths = rest[:, : len(rule.others)], rest[:, len(rule.others) :]
+    of_all = [_tokens_of(batches, rule.tokens)[:, None]] if rule.others else []
+    further = torch.cat([encode_facts(samples) * (counts >= 0)[:, None], of_others, *of_all, of_depths], dim=1)
+    keys = torch.tensor(places, dtype=torch.int64)
+    table = table_of_counts(rule, group, counts, rollout_ids, prompt_ids, kept_counts, further, keys)
     rank = _rank_of(group)
     brought = [batch for batch in batches if batch.cp_ranks is None or batch.cp_ranks.first == rank]
     mine = [i for i, place in enumerate(places) if is_brought(place, group)]
@@ -307,16 +360,23 @@ def _tokens_of(batches: Sequence[PackedBatch], terms: Sequence[str]) -> Tensor:
     return torch.tensor([n for batch in batches for n in batch.tokens_of(*terms)], dtype=torch.int64)
 
 
-def _further_columns(
-    batches: Sequence[PackedBatch], samples: Sequence[Sample], rule: PlanRule, is_policys: Tensor
-) -> Tensor:
-    """[S, ...] int64: facts of the objective's samples, tokens of loss terms, tokens at depths."""
-    columns = [_tokens_of(batches, (name,)) for name in rule.others]
-    columns += [_tokens_of(batches, rule.tokens)] if columns else []
-    for depth in range(1, rule.depths + 1):
-        counted = [n for batch in batches for n in batch.trained_at(depth, *rule.tokens)]
-        columns.append(torch.tensor(counted, dtype=torch.int64))
-    return torch.cat([encode_facts(samples) * is_policys[:, None], *(column[:, None] for column in columns)], dim=1)
+def _counted_columns(batch: PackedBatch, rule: PlanRule, kept: Tensor | None) -> Tensor:
+    """[S, C] int64, `PlanRule.counted` of a micro-batch's samples."""
+    own, every = rule.tokens[: rule.has_objective], batch.mask_of(*rule.tokens)
+    trained = batch.mask_of(*own)
+    members = [(trained, own), (trained if kept is None else kept, own)]
+    members += [(batch.mask_of(name), (name,)) for name in rule.others]
+    members += [(every & batch.reached(depth), rule.tokens) for depth in range(1, rule.depths + 1)]
+    columns = [torch.tensor(batch.counted(mask, *terms), dtype=torch.int64)[:, None] for mask, terms in members]
+    for mask, _ in members:
+        if rule.sums_weights:
+            sums = batch.sums(batch.weighted(mask)).tolist()
+            limbs = [limbs_of(int(total * _WEIGHT_UNIT), _LIMBS) for total in sums]
+            columns.append(torch.tensor(limbs, dtype=torch.int64).view(-1, _LIMBS))
+        if rule.counts_turns:
+            parts = (batch.sums(mask, "turn") > 0).split([len(s.sequence_lengths("turn")) for s in batch.samples])
+            columns.append(torch.tensor([int(part.sum()) for part in parts], dtype=torch.int64)[:, None])
+    return torch.cat(columns, dim=1)
 
 
 def _share_of(k: int, batch: PackedBatch, ranks: ContextRanks) -> Share:

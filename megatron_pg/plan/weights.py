@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.batch import PackedBatch
+from megatron_pg.declarations.aggregations import is_by_turn
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.loss_terms import SHORTHANDS, LossTerm
 from megatron_pg.objectives.corrections.correction import correction_factors
@@ -30,14 +31,6 @@ class TokenFactors:
     kept: Tensor | None  # bool, trained and not rejected; None: every trained token is
     penalised: Tensor  # bool, trained and with the correction's further loss
 
-    def kept_per_sample(self, batch: PackedBatch, terms: Sequence[str] = (POLICY,)) -> list[int]:
-        """Each sample's tokens that these loss terms train and no correction rejects; -1: it is of none of them."""
-        trained = batch.tokens_of(*terms)
-        if self.kept is None:
-            return trained
-        kept = self.kept.split([sample.response_length for sample in batch.samples])
-        return [n if n < 0 else int(part.sum()) for part, n in zip(kept, trained, strict=True)]
-
 
 def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
     """Reducer and correction of a micro-batch. It checks fields and runs the user's code, so the step calls it first.
@@ -51,10 +44,10 @@ def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
     check_sampling_masks(batch.samples, settings)
     members = [sample for sample in batch.samples if sample.term in settings.objective_tokens]
     if settings.terms.objective.has_one_advantage_per_sequence:
-        _check_advantages(members, settings.terms.objective.name)
+        _check_advantages(members, settings.terms.objective.name, settings.sequence_level)
     reducer = _whole(_reducer_weights(members, settings), batch, members)
     check_size(members, settings.correction)
-    corrected = correction_factors(members, settings.correction)
+    corrected = correction_factors(members, settings.correction, settings.sequence_level)
     corrections, kept = (None, None) if corrected is None else (_whole(each, batch, members) for each in corrected)
     return TokenFactors(
         reducer=reducer,
@@ -86,8 +79,15 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
     needs: list[tuple[str, str, str]] = []  # loss term of the tokens, field, who asks for it
     if field := CORRECTIONS[settings.correction.name].reads:
         needs.append((POLICY, field, f"--pg-correction {settings.correction.name}"))
+    if settings.denominator == "varied":
+        needs.append((POLICY, "reward", "--pg-denominator varied"))
+    if settings.sequence_level == "turn":
+        needs.append((POLICY, "turns", "--pg-sequence-level turn"))
+    if is_by_turn(settings.aggregation):
+        needs += [(name, "turns", f"--loss-aggregation {settings.aggregation}") for name in settings.objective_tokens]
     for term in settings.terms.further:
         needs += [(term.tokens, field, _asked_by(term)) for field in term.reads]
+        needs += [(term.tokens, "turns", _asked_by(term))] if is_by_turn(term.aggregation) else []
     if settings.is_critic:
         needs += [(POLICY, field, "--pg-role critic") for field in settings.terms.objective.reads]
     for term_name, name, flag in needs:
@@ -102,6 +102,7 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
                 )
             if name in PAYLOADS:
                 PAYLOADS[name].check_read(values, mask, sample.sample_id, flag)
+            if name in PAYLOADS or name in ("turns", "reward"):
                 continue
             if (bad := mask & ~torch.isfinite(values)).any():
                 k = int(bad.nonzero()[0])
@@ -112,17 +113,18 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
             check_range(name, values[mask], sample.sample_id)
 
 
-def _check_advantages(samples: Sequence[Sample], objective: str) -> None:
+def _check_advantages(samples: Sequence[Sample], objective: str, level: str) -> None:
     for sample in samples:
         if sample.advantages is None:
             continue
-        trained = sample.advantages[sample.loss_mask]
-        if len(trained) and trained.max() > trained.min():  # False for NaN, which the loss reports
-            raise ValueError(
-                f"the advantages of sample {sample.sample_id} go from {trained.min():g} to {trained.max():g}, and "
-                f"{objective} has one for the whole sequence. Use --pg-objective gspo_token, which has one per token, "
-                "or give the sample one advantage."
-            )
+        of_trained = torch.where(sample.loss_mask, sample.advantages, torch.nan).split(sample.sequence_lengths(level))
+        for trained in (part[~part.isnan()] for part in of_trained):
+            if len(trained) and trained.max() > trained.min():
+                raise ValueError(
+                    f"the advantages of sample {sample.sample_id} go from {trained.min():g} to {trained.max():g} in "
+                    f"one {level}, and {objective} has one for the whole sequence. Use "
+                    "--pg-objective gspo_token, which has one per token, or give it one advantage."
+                )
 
 
 def _asked_by(term: LossTerm) -> str:
@@ -178,16 +180,23 @@ def token_weights(
         settings: the loss settings.
     """
     policy = batch.mask_of(*settings.objective_tokens)
+    shares = partial(_shares, batch, first_sample, settings)
     if factors.reducer is None:
-        weights = policy / _per_token(batch, plan.denominators, first_sample)
+        counted = factors.kept if settings.denominator == "kept" else None
+        weights = shares(policy, plan.denominators, settings.aggregation, counted)
     else:
-        weights = factors.reducer / max(plan.num_tokens if settings.per_token else plan.num_rollouts, 1)
+        units = max(plan.num_tokens if settings.per_token else plan.num_rollouts, 1)
+        weights = batch.weighted(policy) * (factors.reducer / units)
     fields = {"weights": weights}
     if settings.is_critic:
         old, target = settings.terms.objective.reads
         fields |= {"old_logprobs": batch.response_values(old), "advantages": batch.response_values(target)}
     if factors.corrections is not None:
         fields["corrections"] = factors.corrections
+    elif settings.terms.objective.has_one_loss_per_sequence and (
+        "token_weights" in batch.values or is_by_turn(settings.aggregation)
+    ):
+        fields["corrections"] = torch.ones_like(weights)  # so that the loss averages uneven weights over the sequence
     if settings.trained != settings.objective_tokens:
         fields |= {"mask": batch.mask_of(*settings.trained), f"{POLICY}.mask": policy}
     if any(sample.sampling_mask is not None for sample in batch.samples):
@@ -201,17 +210,37 @@ def token_weights(
         if term.tokens not in settings.objective_tokens:
             fields[f"{term.name}.mask"] = batch.mask_of(term.tokens)
         if (denominators := plan.terms[term.name].denominators) is not None:
-            fields[f"{term.name}.weights"] = batch.mask_of(term.tokens) / _per_token(batch, denominators, first_sample)
+            fields[f"{term.name}.weights"] = shares(batch.mask_of(term.tokens), denominators, term.aggregation)
         if term.is_of_a_correction:
             fields[f"{term.name}.weights"] = weights * factors.penalised
     return fields
 
 
 def depth_weights(batch: PackedBatch, plan: StepPlan, first_sample: int, *, settings: LossSettings) -> list[Tensor]:
-    """[sum of R] float64 for each of the N depths of multi-token prediction: mask / (N d) at tokens it can predict."""
-    depths, mask = plan.depth_denominators, batch.mask_of(*settings.trained)
-    return [mask / (len(depths) * _per_token(batch, each, first_sample)) for each in depths]
+    """[sum of R] float64 for each of the N depths of multi-token prediction: weight / (N δ) of what it predicts."""
+    depths, mask, by = plan.depth_denominators, batch.mask_of(*settings.trained), settings.plan_rule.depth_aggregation
+    return [
+        _shares(batch, first_sample, settings, mask, len(depths) * each, by, mask & batch.reached(depth))
+        for depth, each in enumerate(depths, start=1)
+    ]
 
 
-def _per_token(batch: PackedBatch, denominators: Tensor, first_sample: int) -> Tensor:
-    return batch.per_token(denominators[first_sample : first_sample + len(batch.samples)])
+def _shares(
+    batch: PackedBatch,
+    first_sample: int,
+    settings: LossSettings,
+    mask: Tensor,
+    denominators: Tensor,
+    aggregation: str | None,
+    counted: Tensor | None = None,
+) -> Tensor:
+    """[sum of R] float64: the weight of each token in the mask over its denominator, 0 elsewhere.
+
+    `counted`: the tokens that denominators of turns count, by default the mask; a turn without any has no weight.
+    """
+    per_token = batch.per_token(denominators[first_sample : first_sample + len(batch.samples)])
+    if is_by_turn(aggregation):
+        counted = mask if counted is None else counted
+        amounts = batch.sums(batch.weighted(counted) if settings.sums_weights else counted, "turn").double()
+        per_token = per_token * batch.per_token(torch.where(amounts > 0, amounts, torch.inf), "turn")
+    return batch.weighted(mask) / per_token

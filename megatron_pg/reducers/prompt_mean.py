@@ -4,7 +4,7 @@ from typing import cast
 
 from torch import Tensor
 
-from megatron_pg.reducers.base import StepCounts
+from megatron_pg.reducers.base import StepCounts, at_least
 
 
 def prompt_mean(step: StepCounts) -> Tensor:
@@ -15,4 +15,4 @@ def prompt_mean(step: StepCounts) -> Tensor:
     Source: DAPO as printed, arXiv 2503.14476, eq. 8; the prompt average of ScaleRL, arXiv 2510.13786, section 3.2.
     """
     num_prompts, tokens = cast(int, step.num_prompts), cast(Tensor, step.tokens_per_prompt)  # the plan requires ids
-    return num_prompts * tokens.clamp(min=1).double()
+    return num_prompts * at_least(tokens)

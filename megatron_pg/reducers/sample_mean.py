@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megatron_pg.reducers.base import StepCounts
+from megatron_pg.reducers.base import StepCounts, at_least
 
 
 def sample_mean(step: StepCounts) -> Tensor:
@@ -12,4 +12,4 @@ def sample_mean(step: StepCounts) -> Tensor:
 
     Source: GRPO, arXiv 2402.03300, eq. 3, with a rollout in place of an output (it may span several samples).
     """
-    return step.num_rollouts * step.tokens_per_rollout.clamp(min=1).double()
+    return step.num_rollouts * at_least(step.tokens_per_rollout)

@@ -124,6 +124,8 @@ FIELDS = {
     "old_entropies": Field(_are_numbers, is_required=False, is_per_token=True, since=2),
     "values": Field(_are_numbers, is_required=False, is_per_token=True, since=3),
     "returns": Field(_are_numbers, is_required=False, is_per_token=True, since=3),
+    "token_weights": Field(_are_numbers, is_required=False, is_per_token=True, since=3),
+    "turns": Field(lambda value: _is_list_of(value, {int}), is_required=False, since=3),
     "teacher_topk": Field(_are_token_sets, is_required=False, since=2),
     "teacher_hidden": Field(_are_states, is_required=False, since=2),
     "sampling_mask": Field(_is_sampling_mask, is_required=False, since=3),

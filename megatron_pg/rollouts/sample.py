@@ -5,6 +5,7 @@ Everything is checked here, at the door, so that nothing later has to.
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +78,8 @@ class Sample:
     old_entropies: Tensor | None = None  # [R] float64, nats, of the sampling policy's distribution of each token
     values: Tensor | None = None  # [R] float64, a critic's, of the state in which each token was sampled
     returns: Tensor | None = None  # [R] float64, that the critic learns; a sample with them may lack advantages
+    token_weights: Tensor | None = None  # [R] float64, factors on the tokens' weights in every loss term; None: 1
+    turns: tuple[int, ...] | None = None  # response tokens of each turn, one turn after another; they sum to R
     teacher_topk: TokenSets | None = None  # the teacher's top-k tokens at each response token
     teacher_hidden: Tensor | None = None  # [R, H_T] bfloat16 or float32, after the teacher's last norm
     sampling_mask: RecordedMask | None = None  # what the rollout engine could have sampled; None: the whole vocabulary
@@ -96,9 +99,12 @@ class Sample:
         self._check_plain_fields()
         self._check_tokens_and_mask()
         self._check_terms()
+        if self.turns is not None:
+            object.__setattr__(self, "turns", _turns(self.turns, len(self.loss_mask), self.sample_id))
         for name in ("advantages", "old_logprobs", *OPTIONAL):
             if (values := getattr(self, name)) is not None:
-                _check_values(name, values, self.loss_mask, self.sample_id)
+                mask = self.trained if name == "token_weights" else self.loss_mask
+                _check_values(name, values, mask, self.sample_id)
             elif self.term == POLICY and name not in OPTIONAL and self.returns is None:
                 raise ValueError(
                     f"sample {self.sample_id} has no {name}, which the objective needs. Give them, or set the sample's "
@@ -179,8 +185,8 @@ class Sample:
             response_length: R, the number of response tokens.
             loss_mask: R entries, 0 or 1, or truth values.
             old_logprobs: R log-probabilities in nats.
-            advantage: one number for the whole response, or R numbers. It and `old_logprobs` are optional for loss
-                terms that do not read them.
+            advantage: one number for the whole response, R numbers, or one for each of `turns`. It and
+                `old_logprobs` are optional for loss terms that do not read them.
             rest: any other field of `Sample`. Log-probabilities and `old_entropies` are given as `old_logprobs`, masks
                 as `loss_mask`, `routed_experts` as nested lists or an array of integers. `teacher_topk` and
                 `rollout_topk` are a dict of `ids` and `logprobs`, each a list per response token of lists, or an array
@@ -207,6 +213,10 @@ class Sample:
             for name, values in given.items()
             if values is not None
         }
+        if rest.get("turns") is not None:
+            turns = rest["turns"] = _turns(rest["turns"], length, label)
+            if len(of_turns := vectors.get("advantages", ())) == len(turns):
+                vectors["advantages"] = of_turns.repeat_interleave(torch.tensor(turns))
         if isinstance(masks := rest.get("masks"), Mapping):
             rest["masks"] = {
                 name: _mask(f"masks[{shorten(name)}]", given_mask, length, label) for name, given_mask in masks.items()
@@ -220,6 +230,10 @@ class Sample:
     def response_length(self) -> int:
         """R, the number of response tokens, trained or not."""
         return len(self.loss_mask)
+
+    def sequence_lengths(self, level: str) -> tuple[int, ...]:
+        """Response tokens of each of its sequences: of the whole sample, or of each turn; without turns it is one."""
+        return self.turns if level == "turn" and self.turns is not None else (self.response_length,)
 
     @property
     def trained(self) -> Tensor:
@@ -306,8 +320,21 @@ def _mask(name: str, values: Any, length: int, label: str) -> Tensor:
         raise ValueError(_length_message(name, len(mask), length, label))
     if not (is_binary := (mask == 0) | (mask == 1)).all():
         bad = float(mask[~is_binary][0])
-        raise ValueError(f"{name} of sample {label} must be 0 or 1, got {bad:g}; put weights into the advantages")
+        raise ValueError(f"{name} of sample {label} must be 0 or 1, got {bad:g}; put weights into token_weights")
     return mask.bool()
+
+
+def _turns(values: Any, size: int, label: str) -> tuple[int, ...]:
+    """Lengths of turns in any form, of a response of `size` tokens."""
+    turns = tuple[Any, ...]()
+    with suppress(TypeError):
+        turns = tuple(map(plain, values))
+    if not all(is_int(length) and length > 0 for length in turns) or sum(turns) != size:
+        raise ValueError(
+            f"turns={shorten(values)} of sample {label} are not lengths of turns that add up to its {size} response "
+            "tokens. Give positive integers; the tokens of a tool belong to a turn, masked."
+        )
+    return turns
 
 
 def _length_message(name: str, length: int, response_length: int, label: object) -> str:
@@ -340,6 +367,12 @@ def check_range(name: str, values: Tensor, label: str) -> None:
         raise ValueError(
             f"old_entropies of sample {label} go down to {float(values.min()):g}. Entropies are at least 0. Were "
             "log-probabilities or negative entropies given?"
+        )
+    if name == "token_weights" and (bad := values[(values != 0) & ~((values >= 1e-8) & (values <= 1e6))]).numel():
+        # sums of weights are integers of 2^-80 (plan/table.py): in this range every sum is one
+        raise ValueError(
+            f"token_weights of sample {label} contain {float(bad[0]):g}. A weight is 0, or from 1e-8 to 1e6. Scale "
+            "them; a token that must not be trained belongs to the mask."
         )
     if name in LOGPROBS and (values > 1e-3).any():
         raise ValueError(

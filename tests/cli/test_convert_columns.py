@@ -21,6 +21,8 @@ VALUES = {  # a value that a field can have in one sample; where a line has none
     "ref_logprobs": [-0.75, -0.25],
     "teacher_logprobs": [-0.875, -0.375],
     "old_entropies": [0.5, 0.0],
+    "token_weights": [0.5, 0],
+    "turns": [1, 1],
     "teacher_topk": TOP,
     "teacher_hidden": {"width": 1, "bfloat16": "gD8AwA=="},
     "sampling_mask": {"ids": [7, 3, 8], "offsets": [0, 2, 3]},

@@ -56,6 +56,21 @@ def test_weights_of_every_aggregation(cli, mode):
     assert said["arguments"]["loss_aggregation"] == mode
 
 
+def test_a_short_and_a_long_turn_weigh_the_same_under_turn_mean(cli):
+    words = "explain --lengths 20,400 --loss-aggregation turn_mean --global-batch-size 512 --micro-batch-size 2"
+    said = cli.json(words, "--world-size 8")
+    denominator = "N_turn·M, N_turn turns of the step with a trained token, M trained tokens of the turn"
+    assert said["factors"]["denominator"] == denominator
+    assert (said["sizes"]["N_r"], said["weights_unit"]) == (None, "1/N_turn")
+    assert [row["token"] for row in said["weights"]] == [1 / 20, 1 / 400]
+    assert [row["share"] for row in said["weights"]] == [0.5, 0.5]
+    text = cli.done(words)
+    assert "what a turn weighs, in units of 1/N_turn" in text
+    assert "whole turn" in text
+    by_weight = cli.done("explain --pg-weight-denominator weights")
+    assert "in a step with equally many answers of these lengths, counted by their tokens' weights" in by_weight
+
+
 REJECTIONS = {
     "sample_mean": ("N_r·M, M kept tokens of the rollout", (1 / 10, 1 / 1000)),
     "prompt_mean": ("P·M, P prompts of the step with a kept token, M kept tokens of the group", (1 / 10, 1 / 1000)),

@@ -16,6 +16,9 @@ TINY_DENOMINATORS = {
     "token_mean": [32] * 5,
     "constant": [64] * 5,
 }
+# The same step in turns: six with a trained token; turn_mean, N_turn M_turn of each token
+TINY_TURNS = [[1], [1, 2], [4], [8, 16], [1]]
+TINY_TURN_DENOMINATORS = [[6], [6, 12, 12], [24] * 4, [48] * 8 + [96] * 16, []]
 # J at a loss of 1 per token: live rollouts / rollouts, live prompts / prompts, 1, T / (N_r L)
 TINY_OBJECTIVE = {"sample_mean": 3 / 4, "prompt_mean": 1.0, "token_mean": 1.0, "constant": 1 / 2}
 

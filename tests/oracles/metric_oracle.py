@@ -78,7 +78,8 @@ def step_metrics(
     truncated: Sequence[bool | None],
 ) -> dict[str, float]:
     """All metrics of a step of the objective but its losses; `rewards` and `truncated` are those of the documents."""
-    weights = [w for w, part in zip(policy.weights, policy.values, strict=True) if part is not None for _ in part]
+    pairs = zip(policy.weights, policy.values, strict=True)
+    weights = [w for own, part in pairs if part is not None for w in np.broadcast_to(own, len(part))]
     return token_metrics(documents, settings) | {
         **(_clip_metrics(documents, settings) if settings.objective == "grpo" else {}),
         "aggregation_ess": math.fsum(weights) ** 2 / (math.fsum(w * w for w in weights) * len(weights)),

@@ -4,6 +4,8 @@ step.
     L = sum_s lambda_s sum_t w^s_t loss^s_t,    w^s_t = 1 / delta^s of the token's document, where term s trains the
     token
 
+Under `turn_mean` delta is of the token's turn. A token's own weight is a further factor on it, in every term.
+
 The objective is the term `rl` with lambda 1; its tokens also carry the factor kappa gamma of the correction. A document
 is a member of the term that it names, whose tokens are in its mask, and of those that it has a further mask for. Every
 term counts its members alone. With M trained tokens of a rollout or prompt group, N_r rollouts, P prompt groups, T
@@ -11,6 +13,7 @@ trained tokens:
 
     sample_mean: delta = N_r max(M_rollout, 1)      constant:    delta = N_r L
     prompt_mean: delta = P max(M_prompt, 1)         token_mean:  delta = max(T, 1)
+    turn_mean:   delta = N_turn M_turn, N_turn turns of the step with a token that counts
     root_length: delta = N_r sqrt(R), or max(T, 1) sqrt(R) per token, of a document's R response tokens, trained or not:
                  the tests' custom reducer
 
@@ -18,6 +21,12 @@ trained tokens:
     live, kept   over the tokens of rl, only units with a trained token count; what the correction rejects is left out
     under
                  kept, by the objective alone. Terms over other tokens count as under scheduled.
+
+    varied       over the tokens of rl, no document counts or has a weight whose prompt group has at least two rollouts
+                 with a reward, all equal
+
+With `weight_denominator` weights, M and T are sums of the tokens' weights. With `sequence_level` turn, a sequence-level
+loss, ratio or rejection is over the trained tokens of one turn instead of those of the document.
 
 Trap: a field is read only where a term that reads it trains the token; everything else may be NaN.
 """
@@ -37,6 +46,7 @@ USUAL_BOUNDS = {  # of a correction where Settings leaves a bound out; opsm has 
     "tis": (0.0, 2.0),
     "seq_tis": (0.0, 2.0),
     "icepop": (0.5, 5.0),
+    "kpop": (None, 0.1),
     "mis": (0.0, 3.0),
     "seq_mask_tis": (0.999, 1.002),
     "opsm": (None, None),
@@ -62,6 +72,8 @@ class Document:
         keeps_entropy: whether entropies are over those too.
         kept: [R] bool, what a choice of the whole step leaves in the objective; None: everything.
         penalised: [R] bool, tokens of a term of kind PENALTY.
+        token_weights: [R] >= 0, factors on the tokens' weights in every term; None: 1.
+        turns: lengths of the response's turns, one after another; None: one turn.
         rollout_id: shared by the samples of one trajectory; None: the sample is its own trajectory.
         prompt_id: shared by the samples of one prompt group; needed by prompt_mean.
     """
@@ -82,13 +94,25 @@ class Document:
     keeps_entropy: bool = False
     kept: np.ndarray | None = None
     penalised: np.ndarray | None = None
+    token_weights: np.ndarray | None = None
+    turns: Sequence[int] | None = None
     rollout_id: object = None
     prompt_id: object = None
+    reward: float | None = None
 
     def rows(self, tokens: str) -> np.ndarray | None:
         """[k] positions that the term of this name trains, None where the document is not a member."""
         mask = self.mask if tokens == self.term else self.masks.get(tokens)
         return None if mask is None else np.flatnonzero(mask)
+
+    def factors(self, rows: np.ndarray) -> np.ndarray:
+        """[k] what the tokens of these rows weigh."""
+        return np.ones(len(rows)) if self.token_weights is None else np.asarray(self.token_weights)[rows]
+
+    def turn_of(self, rows: np.ndarray) -> np.ndarray:
+        """[k] the turn of each of these rows, from 0 on."""
+        ends = np.cumsum([len(self.mask)] if self.turns is None else self.turns)
+        return np.searchsorted(ends, rows, side="right")
 
     def tokens(self, rows: np.ndarray, temperature: float, *names: str, is_sampled: bool = True) -> Tokens:
         """The tokens of these rows with the named fields; `is_sampled`: over what could be sampled."""
@@ -144,6 +168,8 @@ class Settings:
     terms: Sequence[Term] = ()  # in addition to the KL and entropy terms
     has_policy: bool = True
     tail_floor: float = 1e-6
+    weight_denominator: str = "tokens"  # or "weights"
+    sequence_level: str = "sample"  # or "turn"
 
     @property
     def bounds(self) -> tuple[float | None, float | None]:
@@ -186,22 +212,26 @@ class TermResult:
     """What one term adds. A list has an entry for each document, None where the document has no token of the term."""
 
     tokens: str
-    denominators: list[float | None]  # None: no member, or no token of it that weighs anything
+    denominators: list[
+        float | np.ndarray | None
+    ]  # None: no member, or no token of it that weighs anything; [k] by turn
     values: list[np.ndarray | None]  # [k] loss of each token of the term; with its factor, of the objective
     sizes: list[np.ndarray | None]  # [k] magnitude of what the value is computed from
     factors: list[np.ndarray | None]  # [k] kappa gamma, of the objective
     slopes: list[np.ndarray | None]  # [k] factor times g, of the objective
+    token_weights: list[np.ndarray | None]  # [k] the tokens' own factors
     rows: list[DivergenceRow] = field(default_factory=list)  # of the tokens of a teacher's divergence
     num_rollouts: int = 0  # of its members
 
     @property
-    def weights(self) -> list[float]:
-        """w of each document's tokens."""
-        return [0.0 if delta is None else 1.0 / delta for delta in self.denominators]
+    def weights(self) -> list[np.ndarray | float]:
+        """[k] w of each document's tokens."""
+        pairs = zip(self.token_weights, self.denominators, strict=True)
+        return [0.0 if delta is None or own is None else own / delta for own, delta in pairs]
 
     def _sum(self, parts: Sequence[np.ndarray | None]) -> float:
         pairs = zip(self.weights, parts, strict=True)
-        return math.fsum(w * value for w, part in pairs if part is not None for value in part)
+        return math.fsum(product for w, part in pairs if part is not None for product in w * part)
 
     @property
     def weight(self) -> float:
@@ -269,13 +299,16 @@ def denominators(
     divisor: float | None = None,
     *,
     live_only: bool = False,
+    amounts: Sequence[float | None] | None = None,
 ) -> list[float | None]:
-    """delta of every member: `counts` are its tokens that count, None for a document that is not a member.
+    """delta of every member: `counts` are its tokens that count, None for a document that is not a member; `amounts`
+    are what they add to M and T, by default the counts.
 
     Raises:
         ValueError: prompt_mean, and a member has no prompt_id.
     """
     totals: dict[object, int] = {}
+    parts: dict[object, list[float]] = {}
     keys: list[object] = []
     for i, document in enumerate(documents):
         by_prompt = aggregation == "prompt_mean" and counts[i] is not None
@@ -284,20 +317,46 @@ def denominators(
         keys.append(("prompt", document.prompt_id) if by_prompt else rollout_of(documents, i))
         if counts[i] is not None:
             totals[keys[i]] = totals.get(keys[i], 0) + counts[i]
+            parts.setdefault(keys[i], []).append((counts if amounts is None else amounts)[i])
     units = sum(1 for total in totals.values() if total > 0 or not live_only)
-    tokens = sum(totals.values())
+    sums = {key: math.fsum(own) or 1.0 for key, own in parts.items()}
+    whole = math.fsum(value for own in parts.values() for value in own) or 1.0
     found: list[float | None] = []
     for key, count in zip(keys, counts, strict=True):
         if count is None:
             found.append(None)
         elif aggregation == "token_mean":  # has no units
-            found.append(float(max(tokens, 1)))
+            found.append(whole)
         elif live_only and totals[key] == 0:
             found.append(None)
         elif aggregation == "constant":
             found.append(units * divisor)
         else:
-            found.append(float(units * max(totals[key], 1)))
+            found.append(units * sums[key])
+    return found
+
+
+def turn_denominators(
+    documents: Sequence[Document],
+    trained: Sequence[np.ndarray | None],
+    counted: Sequence[np.ndarray | None],
+    *,
+    by_weight: bool,
+) -> list[np.ndarray | None]:
+    """[k] delta of each trained token; inf where no token of its turn counts. Rows of every document, None where it is
+    not a member."""
+    sums: dict[tuple[int, int], list[float]] = {}
+    for i, rows in enumerate(counted):
+        if rows is not None:
+            own = documents[i].factors(rows) if by_weight else np.ones(len(rows))
+            for turn, value in zip(documents[i].turn_of(rows).tolist(), own.tolist(), strict=True):
+                sums.setdefault((i, turn), []).append(value)
+    amounts = {key: math.fsum(own) or math.inf for key, own in sums.items()}
+    found: list[np.ndarray | None] = []
+    for i, rows in enumerate(trained):
+        turns = None if rows is None else documents[i].turn_of(rows).tolist()
+        known = None if turns is None else [len(sums) * amounts.get((i, turn), math.inf) for turn in turns]
+        found.append(None if known is None else np.array(known, dtype=np.float64))
     return found
 
 
@@ -307,33 +366,65 @@ def rollout_of(documents: Sequence[Document], i: int) -> object:
     return ("alone", i) if known is None else ("rollout", known)
 
 
+def of_rows(
+    documents: Sequence[Document],
+    settings: Settings,
+    rows: Sequence[np.ndarray | None],
+    aggregation: str,
+    divisor: float | None,
+    *,
+    live_only: bool,
+    trained: Sequence[np.ndarray | None],
+) -> list[float | np.ndarray | None]:
+    """delta where these rows of every document count; `trained`: the rows that get a weight."""
+    by_weight = settings.weight_denominator == "weights"
+    if aggregation == "turn_mean":
+        return turn_denominators(documents, trained, rows, by_weight=by_weight)
+    counts = [None if own is None else len(own) for own in rows]
+    pairs = zip(documents, rows, strict=True)
+    amounts = [None if own is None else math.fsum(document.factors(own)) for document, own in pairs]
+    amounts = amounts if by_weight else None
+    return denominators(documents, counts, aggregation, divisor, live_only=live_only, amounts=amounts)
+
+
+def varied_rows(
+    documents: Sequence[Document], settings: Settings, rows: Sequence[np.ndarray | None]
+) -> list[np.ndarray | None]:
+    """The rows without those of documents whose prompt group has no variance, where that is asked for."""
+    groups: dict[object, dict[object, float]] = {}
+    for i, document in enumerate(documents):
+        if document.reward is not None and document.rows(POLICY) is not None:
+            groups.setdefault(document.prompt_id, {})[rollout_of(documents, i)] = document.reward
+    flat = {prompt for prompt, own in groups.items() if len(own) > 1 and len(set(own.values())) == 1}
+    flat = flat if settings.denominator == "varied" else set()
+    return [None if document.prompt_id in flat else own for document, own in zip(documents, rows, strict=True)]
+
+
 def policy_denominators(
-    documents: Sequence[Document], settings: Settings, kept: Sequence[int | None]
-) -> list[float | None]:
-    """Those of the objective; `kept`: tokens of each member that the correction leaves."""
-    counts = _counts(documents, POLICY)
+    documents: Sequence[Document], settings: Settings, kept: Sequence[np.ndarray | None]
+) -> list[float | np.ndarray | None]:
+    """Those of the objective; `kept`: the rows of each member that the correction leaves."""
+    trained = [document.rows(POLICY) for document in documents]
     if settings.aggregation != "root_length":
-        counted = kept if settings.denominator == "kept" else counts
-        live_only = settings.denominator in ("live", "kept")
-        return denominators(documents, counted, settings.aggregation, settings.divisor, live_only=live_only)
+        counted = varied_rows(documents, settings, kept if settings.denominator == "kept" else trained)
+        live_only, named = settings.denominator in ("live", "kept"), (settings.aggregation, settings.divisor)
+        return of_rows(documents, settings, counted, *named, live_only=live_only, trained=trained)
     by = "token_mean" if settings.per_token else "constant"
+    counts = [None if own is None else len(own) for own in trained]
     step_means = denominators(documents, counts, by, 1.0, live_only=settings.denominator == "live")
     roots = [math.sqrt(len(document.mask)) for document in documents]
     return [None if mean is None else mean * root for mean, root in zip(step_means, roots, strict=True)]
 
 
 def term_denominators(
-    documents: Sequence[Document], settings: Settings, term: Term, of_policy: Sequence[float | None]
-) -> list[float | None]:
+    documents: Sequence[Document], settings: Settings, term: Term, of_policy: Sequence[float | np.ndarray | None]
+) -> list[float | np.ndarray | None]:
     if term.aggregation == "policy":
         return list(of_policy)
     live_only = term.tokens == POLICY and settings.denominator in ("live", "kept")
-    return denominators(documents, _counts(documents, term.tokens), term.aggregation, term.divisor, live_only=live_only)
-
-
-def _counts(documents: Sequence[Document], tokens: str) -> list[int | None]:
-    rows = [document.rows(tokens) for document in documents]
-    return [None if own is None else len(own) for own in rows]
+    rows, named = [document.rows(term.tokens) for document in documents], (term.aggregation, term.divisor)
+    counted = varied_rows(documents, settings, rows) if term.tokens == POLICY else rows
+    return of_rows(documents, settings, counted, *named, live_only=live_only, trained=rows)
 
 
 # ---- Losses of the tokens of a document: tokens, values, g, coefficient of the negative entropy, sizes ----
@@ -442,30 +533,60 @@ def _policy(documents: Sequence[Document], settings: Settings, gradients: Sequen
     found, kept = [], []
     for document in documents:
         rows = document.rows(POLICY)
-        if rows is None or not len(rows):
-            found.append(None)
-            kept.append(None if rows is None else 0)
-            continue
-        tokens = document.tokens(rows, settings.temperature, "old", "advantages", "rollout")
-        gamma, kappa = token_oracle.correction(settings.correction, tokens, *settings.bounds)
-        kappa = kappa if document.kept is None else document.kept[rows]
-        # where, not a product: a rejected token is absent, with any weight
-        values, slopes = token_oracle.loss_of(settings.objective, tokens, settings.numbers)
-        found.append((tokens, np.where(kappa, gamma, 0.0), values, slopes))
-        kept.append(int(kappa.sum()))
+        own = (
+            []
+            if rows is None
+            else [_policy_sequence(document, part, settings) for part in sequences(document, settings)]
+        )
+        found.append(own)
+        kept.append(None if rows is None else np.concatenate([rows[:0], *(each.rows[each.kept] for each in own)]))
     result = _result(documents, POLICY, policy_denominators(documents, settings, kept))
+    is_shared = settings.objective in token_oracle.ONE_LOSS_PER_DOCUMENT
     for i, own in enumerate(found):
-        if own is None:
+        if not own:
             continue
-        tokens, factors, values, slopes = own
+        factors, values, slopes = (
+            np.concatenate([getattr(each, name) for each in own]) for name in ("factors", "values", "slopes")
+        )
         result.values[i], result.sizes[i] = factors * values, np.abs(factors * values)
         result.factors[i], result.slopes[i] = factors, factors * slopes
-        coefficients = result.weights[i] * factors
-        is_shared = settings.objective in token_oracle.ONE_LOSS_PER_DOCUMENT
-        share = token_oracle.sequence_share(coefficients) if is_shared else coefficients
-        rows = documents[i].rows(POLICY)
-        gradients[i][rows] += token_oracle.logit_gradient(tokens, share * slopes, 0.0, settings.temperature)
+        coefficients = np.split(result.weights[i] * factors, np.cumsum([len(each.rows) for each in own])[:-1])
+        for each, c in zip(own, coefficients, strict=True):
+            share = token_oracle.sequence_share(c) if is_shared else c
+            gradients[i][each.rows] += token_oracle.logit_gradient(
+                each.tokens, share * each.slopes, 0.0, settings.temperature
+            )
     return result
+
+
+def sequences(document: Document, settings: Settings) -> list[np.ndarray]:
+    """The objective's rows of a document, those of each turn apart where turns are the sequences; none is empty."""
+    rows = document.rows(POLICY)
+    if settings.sequence_level == "sample":
+        return [rows] if len(rows) else []
+    turns = document.turn_of(rows)
+    return [rows[turns == turn] for turn in np.unique(turns)]
+
+
+@dataclass
+class _Sequence:
+    """[k] each, of the objective's tokens of one sequence."""
+
+    rows: np.ndarray
+    tokens: Tokens
+    factors: np.ndarray  # kappa gamma
+    kept: np.ndarray  # kappa
+    values: np.ndarray
+    slopes: np.ndarray
+
+
+def _policy_sequence(document: Document, rows: np.ndarray, settings: Settings) -> _Sequence:
+    tokens = document.tokens(rows, settings.temperature, "old", "advantages", "rollout")
+    gamma, kappa = token_oracle.correction(settings.correction, tokens, *settings.bounds)
+    kappa = kappa if document.kept is None else document.kept[rows]
+    # where, not a product: a rejected token is absent, with any weight
+    values, slopes = token_oracle.loss_of(settings.objective, tokens, settings.numbers)
+    return _Sequence(rows, tokens, np.where(kappa, gamma, 0.0), kappa, values, slopes)
 
 
 def _term(
@@ -478,16 +599,17 @@ def _term(
     """The part of a further loss; lambda times its gradient is added."""
     result = _result(documents, term.tokens, term_denominators(documents, settings, term, of_policy))
     for i, document in enumerate(documents):
-        rows, w = document.rows(term.tokens), term.weight * result.weights[i]
+        rows = document.rows(term.tokens)
         if rows is None or not len(rows):
             continue
+        w = term.weight * np.broadcast_to(result.weights[i], len(rows))
         if term.kind in KINDS:
             tokens, values, slopes, bonus, sizes = KINDS[term.kind](document, rows, term, settings.temperature)
             gradients[i][rows] += token_oracle.logit_gradient(tokens, w * slopes, w * bonus, settings.temperature)
         else:
             own = [teacher_row(document, row, term, settings) for row in rows]
             values, sizes = np.array([row.value for row in own]), np.array([row.magnitude for row in own])
-            gradients[i][rows] += np.array([w * row.gradient for row in own])
+            gradients[i][rows] += np.array([c * row.gradient for c, row in zip(w, own, strict=True)])
             result.rows.extend(own)
         result.values[i], result.sizes[i] = values, sizes
     return result
@@ -496,4 +618,6 @@ def _term(
 def _result(documents: Sequence[Document], tokens: str, deltas: list[float | None]) -> TermResult:
     nothing = [[None] * len(documents) for _ in range(4)]
     members = {rollout_of(documents, i) for i, document in enumerate(documents) if document.rows(tokens) is not None}
-    return TermResult(tokens, deltas, *nothing, num_rollouts=len(members))
+    found = [document.rows(tokens) for document in documents]
+    own = [None if rows is None else document.factors(rows) for document, rows in zip(documents, found, strict=True)]
+    return TermResult(tokens, deltas, *nothing, token_weights=own, num_rollouts=len(members))

@@ -357,6 +357,9 @@ def correction(
         return np.clip(rho, low, high), all_kept
     if name == "seq_tis":
         return np.clip(product, low, high), all_kept
+    if name == "kpop":  # a token against all others, in both directions
+        divergence = np.maximum(binary_kl(tokens.old, tokens.rollout), binary_kl(tokens.rollout, tokens.old))
+        return rho, divergence <= high
     gamma, tested = {
         "icepop": (rho, rho),
         "mis": (product, product),

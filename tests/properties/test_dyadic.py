@@ -108,7 +108,7 @@ def shard_sums(step: DyadicStep, cell: Sequence[tuple[int, Tensor]], cp_size: in
 
 
 @pytest.mark.proof("dyadic partitions, bit-equal in float32")
-@pytest.mark.parametrize("mode", sorted(AGGREGATIONS))
+@pytest.mark.parametrize("mode", sorted(AGGREGATIONS.keys() - {"turn_mean"}))
 def test_every_partition_of_a_dyadic_step_has_the_same_bits(mode, full, evidence):
     rng = random.Random(mode)
     cuts = PARTITIONS_PER_STEP if full else 20
@@ -129,7 +129,7 @@ def test_gaussian_losses_do_not_stay_bit_equal():
     assert len(sums) > 3
 
 
-@pytest.mark.parametrize("mode", sorted(AGGREGATIONS))
+@pytest.mark.parametrize("mode", sorted(AGGREGATIONS.keys() - {"turn_mean"}))
 def test_the_sum_of_a_dyadic_step_is_not_zero_and_differs_between_steps(mode):
     rng = random.Random(1)
     assert len({dyadic_step(rng).exact(mode) for _ in range(5)} - {0.0}) == 5

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from megatron_pg.cli.runs.pictures import add_picture_options, check_picture, picture
 from megatron_pg.cli.terminal import InputError, progress, say, show_json, show_path, table
-from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.declarations.aggregations import AGGREGATIONS, is_by_turn
 from megatron_pg.flags.aggregation import is_usable_divisor
 from megatron_pg.rollouts.fields import POLICY, Id
 from megatron_pg.rollouts.printable import printable
@@ -54,6 +54,7 @@ class Tally(NamedTuple):
     trained: int
 
 
+_MODES = tuple(name for name in AGGREGATIONS if not is_by_turn(name))
 _LARGEST = 2.0**128 - 2.0**104  # float32
 Comparisons = Mapping[str, Comparison]  # by aggregation
 Tallies = dict[str, list[Tally]]  # by loss term
@@ -113,6 +114,11 @@ def digest_rollouts(path: str | Path) -> tuple[list[Row], Tallies]:
             tallies.setdefault(term, []).append(tally)
         if sample.term != POLICY or sample.advantages is None:
             continue
+        if sample.token_weights is not None:
+            raise InputError(
+                f"{show_path(path)}: sample {sample.sample_id} has token_weights, and the comparison counts tokens. "
+                "Remove the field."
+            )
         advantages = sample.advantages[sample.loss_mask]
         sums = float(advantages.sum()), float(advantages.abs().sum())
         rows.append(Row(*ids, sample.response_length, len(advantages), *sums))
@@ -147,7 +153,7 @@ def compare(rows: Sequence[Row], divisor: float | None, path: str) -> dict[str, 
         check_boundaries([[rows[i] for i in step] for step in steps.values()])
     except ValueError as error:
         raise InputError(f"{path}: {error}") from error
-    return {mode: _compare_one(rows, steps, mode, divisor, path) for mode in AGGREGATIONS}
+    return {mode: _compare_one(rows, steps, mode, divisor, path) for mode in _MODES}
 
 
 def _compare_one(
@@ -310,7 +316,7 @@ def _share_table(head: str, units: Sequence[Unit]) -> str:
     for name, samples, tokens, shares in (unit.values() for unit in units):
         percentages = [_text(share, ".1%") for share in shares.values()]
         rows.append((printable(name, limit=32), str(samples), str(tokens), *percentages))
-    return table((head, "samples", "trained tokens", *AGGREGATIONS), rows)
+    return table((head, "samples", "trained tokens", *_MODES), rows)
 
 
 def _text(value: float | None, form: str) -> str:
@@ -318,9 +324,9 @@ def _text(value: float | None, form: str) -> str:
 
 
 def _draw(options: argparse.Namespace, lengths: Sequence[Unit], prompts: Sequence[Unit]) -> None:
-    width, last = 0.8 / len(AGGREGATIONS), len(AGGREGATIONS) - 1
+    width, last = 0.8 / len(_MODES), len(_MODES) - 1
     with picture(options, 1, 2, (11, 4.2)) as (figure, ((left, right),)):
-        for n, mode in enumerate(AGGREGATIONS):
+        for n, mode in enumerate(_MODES):
             at = [i + (n - last / 2) * width for i in range(len(lengths))]
             left.bar(at, [100 * (unit["share"][mode] or 0) for unit in lengths], width, label=mode)
             heights = sorted((100 * (unit["share"][mode] or 0) for unit in prompts), reverse=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.declarations.corrections import CORRECTIONS
+from megatron_pg.objectives.dppo_kl import token_divergence
 from megatron_pg.objectives.interface.tokens import ratio
 from megatron_pg.rollouts.sample import Sample
 
@@ -50,6 +51,13 @@ def seq_tis(log_rho: Tensor, low: float, high: float) -> Factors:
 def icepop(log_rho: Tensor, low: float, high: float) -> Factors:
     """Importance sampling per token, 0 out of bounds."""
     return _within(ratio(log_rho), low, high)
+
+
+def kpop(old: Tensor, rollout: Tensor, low: None, high: float) -> Factors:
+    """Importance sampling per token, 0 where the KL over the token and all others is above the bound in a direction."""
+    p, q = old.clamp(max=0), rollout.clamp(max=0)  # rounding may lift them above 0
+    kept = torch.maximum(token_divergence(p, q), token_divergence(q, p)) <= high
+    return torch.where(kept, ratio(old - rollout), 0), kept
 
 
 def mis(log_rho: Tensor, low: float, high: float) -> Factors:
@@ -89,8 +97,10 @@ def of_trained(sample: Sample, values: Tensor | None) -> Tensor:
     return cast(Tensor, values)[sample.loss_mask]
 
 
-def correction_factors(samples: Sequence[Sample], correction: Correction) -> Factors | None:
+def correction_factors(samples: Sequence[Sample], correction: Correction, level: str = "sample") -> Factors | None:
     """[sum of R] float64 factor and [sum of R] bool kept, 1 and False where masked; None when data do not decide.
+
+    A sequence is the whole sample, or under the level "turn" each turn.
 
     Raises:
         ValueError: old_logprobs are rollout_logprobs.
@@ -116,5 +126,9 @@ def correction_factors(samples: Sequence[Sample], correction: Correction) -> Fac
         kept.append(torch.zeros(len(mask), dtype=torch.bool))
         if mask.any():
             numbers = correction.low, correction.high
-            factors[-1][mask], kept[-1][mask] = factors_of(*correction.words, old - rollout, *numbers)
+            trained_of = [int(part.sum()) for part in mask.split(sample.sequence_lengths(level))]
+            read = (old, rollout) if declared.reads_logprobs else (old - rollout,)
+            parts = zip(*(values.split([n for n in trained_of if n]) for values in read), strict=True)
+            of_parts = [factors_of(*correction.words, *values, *numbers) for values in parts]
+            factors[-1][mask], kept[-1][mask] = (torch.cat(each) for each in zip(*of_parts, strict=True))
     return torch.cat(factors), torch.cat(kept)

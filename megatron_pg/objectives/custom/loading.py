@@ -16,6 +16,7 @@ from megatron_pg.flags.errors import ArgumentError, numbered
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import recompute_violation
 from megatron_pg.flags.import_path import load_function
+from megatron_pg.flags.objective import unread_turns
 from megatron_pg.flags.option_text import Selection
 from megatron_pg.objectives.custom.token_kernel import custom_token_kernel, token_kernel_failure, token_kernel_refusal
 from megatron_pg.objectives.interface.objective import Objective
@@ -29,7 +30,8 @@ def custom_objective_of(facts: Facts) -> Objective:
     """The objective of `--pg-custom-objective-path`, from arguments without violations.
 
     Raises:
-        ArgumentError: rule E16, or E55, when it reads whole sequences and the fused head cannot.
+        ArgumentError: rule E16; E55, when it reads whole sequences and the fused head cannot; or E43, when it reads no
+            turns.
         ImportPathError: it cannot be imported or called.
     """
     head_mode = facts.args.pg_fused_head
@@ -37,6 +39,8 @@ def custom_objective_of(facts: Facts) -> Objective:
     if objective.reads_sequences and head_mode in AT_ONCE:
         reader = f"--pg-custom-objective-path {objective.name}"
         raise ArgumentError(numbered(recompute_violation(reader, head_mode)))
+    if facts.args.pg_sequence_level == "turn" and not (objective.reads_sequences or facts.corrects_sequences):
+        raise ArgumentError(numbered(unread_turns(facts)))
     return objective
 
 

@@ -24,7 +24,7 @@ def crossed(*parts: str) -> list[str]:
 # t: packed rows, s: sequence parallel, v: two virtual stages, tied: embeddings shared with the head, dist: distributed
 # optimizer, overlap: overlapped gradient reduction, fp32: float32 logits, fused, scaled_exp and recompute: the fused
 # head, experts: a mixture of experts, ep: distributed over data-parallel ranks, uneven: all samples on one
-# data-parallel rank, hybrid: a HybridModel of the GPTModel's layers.
+# data-parallel rank, turns: of tokens with weights, hybrid: a HybridModel of the GPTModel's layers.
 FAST = [
     *crossed("dp2", EVERY_MODE),
     *words("""
@@ -41,6 +41,7 @@ FAST = [
     pp2v-prompt_mean-fused-whole tp2-constant-recompute-whole-tied
     tp2s-constant-fused-kept cp2t-sample_mean-kept tp2-token_mean-recompute-kept
     dp2-constant-klcov cp2t-token_mean-klcov tp2s-sample_mean-fused-klcov pp2v-prompt_mean-klcov
+    dp2t-turn_mean-turns cp2-turn_mean-turns cp2t-sample_mean-turns tp2s-turn_mean-recompute-turns pp2v-token_mean-turns
     dp2-prompt_mean-dist dp2-constant-tied-dist-overlap dp2-sample_mean-uneven
     cp2t-token_mean-capped tp2s-constant-capped-fused-tied pp2-prompt_mean-gemma tp2-sample_mean-gemma-fused
     pp2v-token_mean-gemma-recompute tp2s-constant-gemma-fp32-tied dp2-sample_mean-gemma-gspo-recompute
@@ -70,6 +71,7 @@ FULL = [
     *crossed(SIX, EVERY_MODE, "terms", HEADS),
     *crossed(SIX, EVERY_MODE, "whole", "fused recompute"),
     *crossed(SIX, EVERY_MODE, "kept", HEADS),
+    *crossed(SIX, f"{EVERY_MODE} turn_mean", "turns", ". recompute"),
     *crossed("ep2 ep2t", EVERY_MODE, "experts", ". dist-overlap"),
     *crossed("cp2", EVERY_MODE, "experts"),
     *crossed(TWO, EVERY_MODE, ". tied dist overlap tied-dist-overlap"),
@@ -150,6 +152,7 @@ CRITICS_4 = crossed("dp2cp2t tp2pp2sv dp2tp2s tp2cp2", EVERY_MODE, "critic")
 REFERENCES += [*crossed("dp1", EVERY_MODE, "critic"), "dp1-prompt_mean-rope-critic", "dp1-constant-experts-critic"]
 # kept: samples say what could be sampled
 REFERENCES += crossed("dp1", EVERY_MODE, "kept")
+REFERENCES += crossed("dp1", f"{EVERY_MODE} turn_mean", "turns")
 REFERENCES += ["dp1-sample_mean-experts-replay", "dp1-token_mean-experts-replay", "dp1-sample_mean-experts-choice"]
 # dynamic: every micro-batch is cut over its own ranks; rope: with rotary embeddings, which Megatron's layers slice
 # themselves.
@@ -294,7 +297,7 @@ FAULTS = {
 
 def reference_of(case: str) -> str:
     parts = case.split("-")
-    known = words("tied capped gspo experts replay rope mtp mtp2 own policy apart terms whole klcov kept critic")
+    known = words("tied capped gspo experts replay rope mtp mtp2 own policy apart terms whole klcov kept critic turns")
     found = ["capped" if part == "gemma" else part for part in parts[2:]]  # the same softcap
     options = [name for name in known if name in found]
     predicts = {"mtp", "mtp2"}.intersection(options)

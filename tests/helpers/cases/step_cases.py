@@ -32,7 +32,7 @@ from token_oracle import KL_ESTIMATORS, RANGES
 from torch import Tensor
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS as DECLARED
-from megatron_pg.declarations.aggregations import STEP_MEANS
+from megatron_pg.declarations.aggregations import STEP_MEANS, is_by_turn
 from megatron_pg.declarations.corrections import CORRECTIONS, PENALTY
 from megatron_pg.declarations.loss_terms import AS_POLICY, LossTerm
 from megatron_pg.declarations.objectives import OBJECTIVES
@@ -45,7 +45,8 @@ from megatron_pg.rollouts.sample import Sample
 
 VOCABULARY = 12
 CUSTOM = "root_length"  # the aggregation of the cases that use the custom reducer below
-AGGREGATIONS = (*sorted(DECLARED), CUSTOM)
+BY_SAMPLE = tuple(name for name in sorted(DECLARED) if not is_by_turn(name))  # turns: `weight_cases`
+AGGREGATIONS = (*BY_SAMPLE, CUSTOM)
 CONTRACTS = [(aggregation, per_token) for aggregation in AGGREGATIONS for per_token in (False, True)]
 BAD = (math.nan, math.inf, -math.inf, 1e30)
 BOUNDS = {
@@ -62,6 +63,7 @@ CORRECTION_RANGES = {  # of the lower and the upper bound
     "tis": ((0.0, 0.8), (1.0, 2.0)),
     "seq_tis": ((0.0, 0.8), (1.0, 2.0)),
     "icepop": ((0.5, 0.95), (1.0, 1.5)),
+    "kpop": (None, (1e-4, 0.05)),
     "mis": ((0.2, 0.9), (1.0, 3.0)),
     "seq_mask_tis": ((0.7, 0.99), (1.0, 1.4)),
     "opsm": (None, (-0.5, 0.5)),
@@ -286,8 +288,11 @@ def document_of(sample: Sample, table: Tensor, keeps_entropy: bool = False) -> D
         topk=None if sample.teacher_topk is None else list(zip(*sample.teacher_topk.lists().values(), strict=True)),
         sets=None if sample.sampling_mask is None else sets_of(sample),
         keeps_entropy=keeps_entropy,
+        token_weights=None if sample.token_weights is None else sample.token_weights.numpy(),
+        turns=sample.turns,
         rollout_id=sample.rollout_id,
         prompt_id=sample.prompt_id,
+        reward=sample.reward,
     )
 
 
@@ -338,6 +343,8 @@ def settings_of(asked: Settings) -> LossSettings:
         terms=terms,
         correction=Correction(name=asked.correction, low=low, high=high),
         denominator=asked.denominator,
+        sums_weights=asked.weight_denominator == "weights",
+        sequence_level=asked.sequence_level,
     )
 
 
@@ -403,7 +410,7 @@ def _cancellation(case: StepCase) -> float:
     """max |g w / temperature| over max |dJ/dz|, at least 1: what 1 - p of a near-certain token loses to rounding."""
     policy = case.wanted.terms["rl"]
     pairs = zip(policy.weights, policy.slopes, strict=True)
-    scales = [w * np.abs(part).max() / case.asked.temperature for w, part in pairs if part is not None]
+    scales = [np.abs(w * part).max() / case.asked.temperature for w, part in pairs if part is not None]
     largest = max(np.abs(table).max() for table in case.wanted.gradients)
     return max(scales) / largest if largest > 0 else 1.0
 
@@ -479,7 +486,7 @@ def random_settings(rng: random.Random, objective: str) -> Settings:
     numbers = {name: rng.uniform(*RANGES[name]) for name in numbers_of(objective)}
     correction = rng.choice(["none", *CORRECTION_RANGES])
     low, high = CORRECTION_RANGES.get(correction, (None, None))
-    aggregation = rng.choice(sorted(DECLARED))
+    aggregation = rng.choice(BY_SAMPLE)
     return Settings(
         objective=objective,
         numbers=numbers,

@@ -18,14 +18,13 @@ import step_cases
 import torch
 from namespaces import arguments, objective_arguments, with_options
 from samples import share_an_advantage
-from step_cases import CUSTOM, VOCABULARY, StepCase, first_row, numbers_of
+from step_cases import BY_SAMPLE, CUSTOM, VOCABULARY, StepCase, first_row, numbers_of
 from step_oracle import Settings, Term
 from teacher_files import write_head
 from token_oracle import DEFAULT_SHARES, KL_ESTIMATORS
 from torch import Tensor
 
 from megatron_pg.args import ArgumentError, validate_args
-from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.payloads import PAYLOADS
@@ -80,6 +79,8 @@ def loss_of(asked: Settings, keeps_entropy: bool = False) -> LossSettings:
         **objective_arguments(asked.objective, {name: asked.numbers[name] for name in numbers_of(asked.objective)}),
         pg_correction=with_options(asked.correction, low=low, high=high),
         pg_denominator=asked.denominator,
+        pg_weight_denominator=asked.weight_denominator,
+        pg_sequence_level=asked.sequence_level,
         pg_kl_coef=asked.kl_coef,
         pg_kl_estimator=asked.kl_estimator if asked.kl_coef else None,
         pg_entropy_coef=asked.entropy_coef,
@@ -186,7 +187,7 @@ def random_terms(rng: random.Random, has_policy: bool) -> tuple[Term, ...]:
         on = None if name in own else rng.choice(["rl", "rl", *own])
         kind = rng.choice(["ce", "opd", "opd", "kl", "entropy", *rng.sample(TOPK, 2)])
         has_estimator = kind == "kl" or (kind == "opd" and rng.random() < 0.6)
-        aggregation = rng.choice([None, *sorted(AGGREGATIONS), *(["policy"] if on == "rl" and has_policy else [])])
+        aggregation = rng.choice([None, *BY_SAMPLE, *(["policy"] if on == "rl" and has_policy else [])])
         terms.append(
             Term(
                 name=name,

@@ -60,6 +60,7 @@ OPTIONS = (
         "kept",
         "whole",
         "critic",
+        "turns",
     ),
     *(*LOSSES, "activations", "replay", "choice", "rope", "dynamic", *FSDP),
 )
@@ -78,8 +79,8 @@ class Layout:
     hybrid (a HybridModel), mtp and mtp2 (one and two depths of multi-token prediction; own: with the weights of the
     aggregation; policy: against the policy's distribution; apart: they train their own layers only, from 0.19.2),
     critic (a value head), rope (rotary embeddings), dynamic (every micro-batch is cut over its own ranks), pieces (the
-    model runs by a schedule plan, together with another backward), loss terms and whole (further losses, over a
-    teacher's top-k tokens or its whole vocabulary).
+    model runs by a schedule plan, together with another backward), turns (of tokens with weights, each of which is a
+    sequence of gspo), loss terms and whole (further losses, over a teacher's top-k tokens or its whole vocabulary).
     """
 
     name: str

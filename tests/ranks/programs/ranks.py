@@ -96,6 +96,8 @@ def samples(options: frozenset[str] = frozenset()):
     if options & {"terms", "whole"}:
         step = [mixed(sample, number) for number, sample in enumerate(step)]
         return [taught(sample, number) for number, sample in enumerate(step)] if "whole" in options else step
+    if "turns" in options:
+        return [with_turns(sample, rng) for sample in step]
     if "kept" in options:
         return [with_sampling_masks(sample, rng) for sample in step]
     if "critic" in options:
@@ -177,6 +179,15 @@ def with_sampling_masks(sample: Sample, rng: random.Random) -> Sample:
     return replace(sample, sampling_mask=sampling_mask, **certain)
 
 
+def with_turns(sample: Sample, rng: random.Random) -> Sample:
+    """With turns of 1 to 4 tokens, and weights of every token."""
+    size, turns = sample.response_length, []
+    while (rest := size - sum(turns)) > 0:
+        turns.append(min(rest, rng.randint(1, 4)))
+    weights = torch.tensor([rng.choice([0.0, 1.0, rng.uniform(0.1, 3.0)]) for _ in range(size)], dtype=torch.float64)
+    return replace(sample, turns=turns, token_weights=weights)
+
+
 def likeliest(sample: Sample, number: int) -> TokenSets:
     """1 to 5 of the vocabulary, over which `tp` ranks lie."""
     generator = torch.Generator().manual_seed(number)
@@ -196,13 +207,17 @@ def settings(aggregation: str, options: frozenset[str] = frozenset()) -> LossSet
         return replace(base, terms=terms, metrics=metrics_of("basic", terms, base.correction))
     terms = WHOLE if "whole" in options else TERMS if "terms" in options else ()
     by_default = "forward" if "whole" in options else None
+    objective = ("gspo", {}) if "turns" in options else ("grpo", {"clip_eps_low": 0.2, "clip_eps_high": 0.28})
     return LossSettings(
         terms_of_samples=frozenset({"rl", "sft", "echo"}),
         aggregation=aggregation,
         divisor=DIVISOR if aggregation == "constant" else None,
         reducer=None,
         per_token=aggregation == "token_mean",
-        terms=LossTerms(objective=objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28), further=terms),
+        terms=LossTerms(objective=objective_of(objective[0], **objective[1]), further=terms),
+        sums_weights="turns" in options,
+        denominator="varied" if "turns" in options and aggregation != "turn_mean" else "scheduled",
+        sequence_level="turn" if "turns" in options else "sample",
         temperature=1.0,
         softcap=CAP if "capped" in options else None,
         impl="torch",

@@ -132,5 +132,5 @@ def test_a_depth_predicts_the_same_tokens_from_positions_further_left_of_the_sam
                 dict(zip(batch.position_ids[own & mask].tolist(), table[own & mask].tolist(), strict=True)) == expected
             )
             counts.append(len(expected))
-        assert batch.trained_at(depth, "rl") == counts
+        assert batch.counted(batch.loss_mask & batch.reached(depth), "rl") == counts
         assert not mask[batch.sample_index < 0].any()

@@ -65,7 +65,8 @@ def test_two_flags_of_one_loss_that_differ_are_refused():
 
 def test_every_violation_is_in_one_error():
     given = {"pg_objektive": "grpo", "pg_dry_run": True, "docs_per_step": 3, "pg_temperature": -1.0}
-    given |= {"pg_correction": "top_entropy"}
+    given |= {"pg_correction": "top_entropy", "loss_aggregation": "turn_mean", "pg_weight_denominator": "weights"}
+    given |= {"pg_sequence_level": "turn", "pg_objective": "gspo"}
     with pytest.raises(ArgumentError) as refused:
         check("host", given, megatron={}, refused=["their flag cannot be combined with this loss; remove it"])
     text = str(refused.value)
@@ -75,6 +76,9 @@ def test_every_violation_is_in_one_error():
         "--pg-dry-run ends",
         "--docs-per-step 3 sets the size of steps",
         "--pg-correction top_entropy reads old_entropies, which the host",
+        "--loss-aggregation turn_mean reads turns of samples, which the host",
+        "--pg-sequence-level turn reads turns of samples, which the host",
+        "--pg-weight-denominator weights reads token_weights of samples, which the host",
         "--pg-temperature",
     ):
         assert part in text

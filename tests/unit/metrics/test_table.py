@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from loss_terms import kl_and_entropy
+from objective_parts import sequences_of
 
 from megatron_pg.batch import TokenFields
 from megatron_pg.declarations.choices import METRIC_LEVELS as LEVELS
@@ -25,7 +26,14 @@ TERMS = LossTerms(objective=objective_of("grpo", clip_eps_low=0.2, clip_eps_high
 NONE = unit_facts(encode_facts([]))
 FACTS = SampleFacts(fact_sums(NONE), largest_facts(NONE), torch.zeros(2, dtype=torch.int64))
 PLAN = SimpleNamespace(
-    num_tokens=2, num_trained=2, num_response_tokens=3, num_samples=1, num_rollouts=1, num_prompts=None, facts=FACTS
+    num_turns=None,
+    num_tokens=2,
+    num_trained=2,
+    num_response_tokens=3,
+    num_samples=1,
+    num_rollouts=1,
+    num_prompts=None,
+    facts=FACTS,
 )
 
 
@@ -39,7 +47,8 @@ def tokens(mask, *, terms: LossTerms = TERMS, **changes) -> TokenValues:
     known |= {name: torch.tensor(values, dtype=torch.float64) for name, values in changes.items()}
     of_result = ("token_losses", "logprobs", "log_ratios", "entropy", "term_losses", "sequence_log_ratios")
     result = {name: known.pop(name) for name in of_result if name in known}
-    fields = TokenFields.of({"targets": torch.zeros(size, dtype=torch.int64), "mask": trained, **known})
+    fields = {"targets": torch.zeros(size, dtype=torch.int64), "mask": trained, **known}
+    fields = TokenFields.of(fields, sequences_of([size], [int(trained.sum())]))
     return TokenValues(fields, PolicyGradientLoss(torch.zeros(()), **result), terms)
 
 
@@ -87,6 +96,14 @@ def test_names_are_unique_and_levels_are_nested():
 )
 def test_hand_worked_values(name, batch, expected):
     assert value(name, batch) == pytest.approx(expected, rel=1e-14)
+
+
+def test_sequence_metrics_count_turns_where_turns_are_the_sequences():
+    batch = tokens([1, 1, 0, 1], sequence_log_ratios=[0.0, 0.0, 9.0, math.log(3)])
+    batch = dataclasses.replace(batch, fields=dataclasses.replace(batch.fields, sequences=sequences_of([3, 1], [2, 1])))
+    found = finished(batch, features=("sequence",))
+    sums = [found[name] for name in ("num_segments", "segment_ratio_sum", "segment_ratio_squared_sum")]
+    assert sums == pytest.approx([2.0, 4.0, 10.0], rel=1e-14)
 
 
 ALL = ("clip", "kl", "entropy", "further", "sequence", "correction")

@@ -201,7 +201,7 @@ def calls_of(work, size: int, monkeypatch) -> tuple[list[object], dict[int, list
     return threads.run(size, on_rank), calls
 
 
-@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
+@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS.keys() - {"turn_mean"}))
 @pytest.mark.parametrize("sizes", [[2000, 3], [0, 1, 5], [1, 0]])
 def test_every_rank_reaches_the_same_collectives(monkeypatch, aggregation, sizes):
     def work(rank: int, group) -> int:

@@ -168,7 +168,7 @@ def test_every_environment_has_its_own_metrics_in_any_partition(full, evidence):
             rng.choice(cells).append(one)
         for facts in facts_on_ranks(*cells, num_microbatches=rng.randint(1, 3)):
             counts = dict.fromkeys(("tokens", "trained", "response_tokens", "samples", "prompts"), 1)
-            plan = SimpleNamespace(facts=facts, selection=None, num_rollouts=facts.num_rollouts)
+            plan = SimpleNamespace(facts=facts, selection=None, num_turns=None, num_rollouts=facts.num_rollouts)
             vars(plan).update({f"num_{name}": count for name, count in counts.items()})
             reduction = Reduction("basic")
             found = reduction.finish(reduction.identity(), plan)

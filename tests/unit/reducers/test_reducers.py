@@ -14,10 +14,12 @@ COUNTS = {
     "num_prompts": 2,
     "num_tokens": 8,
     "divisor": 16.0,
+    "num_turns": 3,
 }
 BY_HAND = {
     "sample_mean": [16, 16, 2],  # N_r · M_rollout, and M is 1 at least
     "prompt_mean": [16, 16, 2],  # P · M_group
+    "turn_mean": [3, 3, 3],  # N_turn; the plan multiplies by M of each turn
     "token_mean": [8, 8, 8],  # T
     "constant": [32, 32, 32],  # N_r · L
 }
@@ -57,7 +59,7 @@ def test_counts_beyond_float32_stay_exact(name):
     many = 2**24 + 1
     counts = {field: torch.tensor([many]) for field in ("tokens_per_rollout", "tokens_per_prompt")}
     found = denominators(name, **counts, num_rollouts=3, num_prompts=3, num_tokens=many, divisor=float(many))
-    assert found == [many if name == "token_mean" else 3 * many]
+    assert found == [many if name == "token_mean" else 3 if name == "turn_mean" else 3 * many]
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)

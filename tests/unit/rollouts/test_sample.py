@@ -75,7 +75,7 @@ BAD_FIELDS = [
     ({"old_logprobs": [-1.0]}, "old_logprobs of sample rollouts.jsonl:3 has 1 entries for 2"),
     ({"old_logprobs": [0.7, -1.0]}, "reach 0.7. Log-probabilities are at most 0"),
     ({"advantage": [1.0]}, "advantages of sample rollouts.jsonl:3 has 1 entries for 2"),
-    ({"loss_mask": [1, 0.5]}, "must be 0 or 1, got 0.5; put weights into the advantages"),
+    ({"loss_mask": [1, 0.5]}, "must be 0 or 1, got 0.5; put weights into token_weights"),
     ({"loss_mask": [1, 2]}, "must be 0 or 1, got 2"),
     ({"routed_experts": [[1], [2], [3]]}, "routed_experts=[[1], [2], [3]] has the wrong type"),
     ({"routed_experts": [[[1.0]], [[2]], [[3]]]}, "has the wrong type or range"),

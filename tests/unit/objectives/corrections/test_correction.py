@@ -9,7 +9,7 @@ import simulation
 import torch
 from loss_terms import kl_and_entropy
 from objective_parts import build
-from samples import make_sample
+from samples import make_sample, plain_sample
 from simulation import Layout
 
 from megatron_pg.batch import TokenFields, pack
@@ -93,6 +93,27 @@ def test_hand_worked_factors(name, low, high, expected, kept):
     found = factors(name, low, high, sample([LN2, -LN2, 2 * LN2]))
     assert found[0] == pytest.approx(expected, rel=1e-14)
     assert found[1] == [bool(k) for k in kept]
+
+
+@pytest.mark.parametrize(
+    ("old", "rollout", "high", "factor"),
+    [
+        # KL of 1/2 from 1/4 is ln(4/3)/2 = 0.14384, of 1/4 from 1/2 3/4 ln 3 - ln 2 = 0.13081
+        (1 / 2, 1 / 4, 0.1439, 2.0),
+        (1 / 2, 1 / 4, 0.1438, 0.0),
+        (1 / 4, 1 / 2, 0.1439, 0.5),
+        (1 / 4, 1 / 2, 0.1438, 0.0),
+        (1.0, 1.0, 1e-9, 1.0),
+        (1.0005, 1.0, 1e-9, 1.0005),
+        (1.0, 0.999, 1e9, 0.0),  # what is certain under one policy alone is infinitely far
+        (1e-9, 1e-5, 0.1, 1e-4),  # a rare token may have any ratio
+    ],
+)
+def test_kpop_by_hand(old, rollout, high, factor):
+    made = plain_sample(old_logprobs=[math.log(old)], rollout_logprobs=[math.log(rollout)])
+    found, kept = factors("kpop", None, high, made)
+    assert found == pytest.approx([factor], rel=1e-12)
+    assert kept == [factor > 0]
 
 
 @pytest.mark.parametrize("bound", ["low", "high"])
@@ -227,7 +248,9 @@ def test_advantages_that_differ_in_a_sample_are_refused_under_gmpo(name, advanta
         "sample_mean", per_token=False, terms=dataclasses.replace(simulation.GRPO, objective=build(name))
     )
     if refused:
-        with pytest.raises(ValueError, match=r"the advantages of sample s go from 0.5 to 0.500001, and gmpo has one"):
+        with pytest.raises(
+            ValueError, match=r"the advantages of sample s go from 0.5 to 0.500001 in one sample, and gmpo"
+        ):
             token_factors(batch, settings)
     else:
         token_factors(batch, settings)
@@ -275,7 +298,8 @@ def planned(trained, kept, aggregation, denominator):
         denominator=denominator,
         terms=(OBJECTIVE, *kl_and_entropy(kl_coef=0.1, kl_estimator="k3", aggregation="sample_mean")),
     )
-    table = local_table_of([pack(samples, qkv_format="thd")], rule, None, kept)
+    masks = [torch.arange(s.response_length) < n for s, n in zip(samples, kept, strict=True)]
+    table = local_table_of([pack(samples, qkv_format="thd")], rule, None, [torch.cat(masks)])
     return plan_from_table(table, rule, error=None, group=None)
 
 
