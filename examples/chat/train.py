@@ -79,7 +79,7 @@ class ChatRun:
         self.folder: RunFolder | None = None
         self.transcript: Transcript | None = None
         self.task_metrics: dict[str, float] = {}  # of the step that is being trained
-        self.started = self.step_started = time.perf_counter()
+        self.started = self.step_started = time.perf_counter()  # after torch and Megatron were imported
 
     # --- callbacks of pretrain() ---
 
@@ -129,16 +129,17 @@ class ChatRun:
         """This rank's micro-batches of each step, sampled from the weights of that moment."""
         step = args.iteration
         while True:
-            self.step_started = time.perf_counter()
+            held_out = {} if step % args.held_out_interval else {"exact_match": self.exact_match(args)}
+            started = self.step_started = time.perf_counter()
             samples = self.samples(step, args)
             sampled = time.perf_counter()
             batches = with_trainers_logprobs(self.chunks, microbatches(samples, args))
-            scored = time.perf_counter()
+            seconds = {"sampling_seconds": sampled - started, "scoring_seconds": time.perf_counter() - sampled}
+            self.task_metrics = lengths_and_reward(samples) | held_out | seconds
             everyone = with_everyones_logprobs(samples, batches)
             if self.folder is not None:
                 self.folder.rollouts.write(everyone)
                 self.transcript.write(everyone, step)
-            self.task_metrics |= {"sampling_seconds": sampled - self.step_started, "scoring_seconds": scored - sampled}
             yield from batches
             step += 1
 
@@ -153,20 +154,16 @@ class ChatRun:
         else:
             seed = args.seed * 1_000_003 + step
             conversations, rule = rollouts.sampled(self.engine, task, problems, seed), args.advantages
-        samples = rollouts.samples_of(conversations, step, group_size=args.group_size, rule=rule, environment=args.task)
-        self.task_metrics = lengths_and_reward(samples)
-        if step % args.held_out_interval == 0 or step == args.train_iters - 1:
-            self.task_metrics["exact_match"] = self.exact_match(args)
-        return samples
+        return rollouts.samples_of(conversations, step, group_size=args.group_size, rule=rule, environment=args.task)
 
     def exact_match(self, args: Namespace) -> float:
         """Share of held-out prompts that a sampled answer gets right; the same prompts and seed every time."""
+        self.engine.refresh(self.chunks)
         problems = rollouts.problems_of(task_of(args), "held out", args.held_out_prompts)
         return mean([c.reward for c in rollouts.sampled(self.engine, task_of(args), problems, 0)])
 
     def finish(self, args: Namespace) -> None:
         """The last weights: evaluate them, and export them."""
-        self.engine.refresh(self.chunks)
         accuracy = self.exact_match(args)
         if torch.distributed.get_rank() == 0:
             seconds = time.perf_counter() - self.started
