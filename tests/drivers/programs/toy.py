@@ -7,6 +7,7 @@ attention.
 from typing import Any
 
 VOCABULARY, WIDTH, LENGTH = 64, 16, 128
+SHAPE = {"hidden_size": WIDTH, "num_attention_heads": 2, "num_query_groups": 2}  # TransformerConfig's
 
 
 def build(config: Any, **stage: bool) -> Any:
@@ -35,6 +36,11 @@ def build(config: Any, **stage: bool) -> Any:
     for name, weight in model.named_parameters():
         weight.data.copy_(_shard(initial(name)))
     return model
+
+
+def in_dtype(model: Any, config: Any) -> Any:
+    """The model in the dtype of its parameters."""
+    return model.to(config.params_dtype)
 
 
 def initial(name: str) -> Any:
