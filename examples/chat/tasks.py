@@ -3,7 +3,7 @@
     times_table    What is 7 times 8?
     word_count     Write one sentence about the sea with exactly 7 words.
     word_problems  Start with 4. Add 5. Multiply by 3. What is the result? …
-    calculator     What is 47 * 38 + 61? with a calculator, which is asked in a turn of its own
+    calculator     What is 47 * 38 + 61? with a calculator, a tool that is called in separate turns
 
 The model finds the first right answers of the first two by itself. The other two start from demonstrations
 (`--imitate`).
