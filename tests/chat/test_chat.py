@@ -72,6 +72,21 @@ def pretrained(folder, full):
     return out, done.stdout, _on_ranks(MODEL.with_suffix(""), folder / "pretrained.json", 1, 1)
 
 
+@launches.launch
+def experiment(folder, full):
+    """Two arms of an experiment on a tiny model, run, run again and shown."""
+    if not (full and FOLDER.is_dir()):
+        return None
+    model, runs, sizes = _tiny(folder / "model", tied=True), folder / "runs", "--train-iters 2 --global-batch-size 8"
+    words = ["--runs", str(runs), "--seeds", "1"]
+    trained = [*words, "--model", str(model), "--minutes", "120", "--arms", "int8, tis", "int4, rejection"]
+    flags = f"--flags={sizes} --micro-batch-size 4 --group-size 2 --max-new-tokens 8 --held-out-prompts 4"
+    module = [sys.executable, "-m", "chat.evidence"]
+    first, again = (run([*module, "run", "quantized", *trained, flags], _environment()).stdout for _ in range(2))
+    table = run([*module, "show", "quantized", *words], _environment()).stdout
+    return first, again, table, json.loads((runs / "quantized.json").read_text(encoding="utf-8"))
+
+
 @pytest.fixture
 def everywhere(tiny, pretrained):
     """What all launches of ranks found."""
@@ -165,6 +180,22 @@ def test_two_steps_of_the_pretrained_model_run(pretrained, full, evidence):
     assert text.count("--- reward") == 32
     assert len(re.findall(r"What is \d+ times \d+\?", text)) == 16
     evidence(cases=len(records))
+
+
+@needs_transformers
+def test_an_experiment_trains_what_is_missing_and_keeps_the_log_ratios(experiment, full):
+    if not full:
+        pytest.skip("in the full tier")
+    first, again, table, found = experiment
+    assert first.count(": done\n") == 2
+    assert again.count(": done before\n") == 2
+    assert "| int8, tis | 1 |" in table
+    int8, int4 = found["int8, tis"]["1"], found["int4, rejection"]["1"]
+    for summary in (int8, int4):
+        assert [step["tokens"] > 0 for step in summary["log_ratios"]] == [True, True]
+        assert len(summary["curves"]["reward"]) == 2
+    assert int4["log_ratios"][0]["mean_abs"] > 3 * int8["log_ratios"][0]["mean_abs"] > 0
+    assert int8["curves"]["rejected_fraction"] == [0, 0]
 
 
 @pytest.mark.parametrize("name", TASKS)
