@@ -65,7 +65,7 @@ def pretrained(folder, full):
     if not (full and FOLDER.is_dir() and MODEL.exists()):
         return None
     out = folder / "run"
-    env = _environment() | {"MODEL": str(MODEL), "RUN_DIR": str(out), "PROCESSES": "1", "OMP_NUM_THREADS": "2"}
+    env = _environment() | {"MODEL": str(MODEL), "RUN_DIR": str(out), "PROCESSES": "1"}
     sizes = {"train-iters": 2, "global-batch-size": 16, "micro-batch-size": 8, "group-size": 2, "max-new-tokens": 16}
     words = [word for name, value in (sizes | {"held-out-prompts": 4}).items() for word in (f"--{name}", str(value))]
     done = run(["bash", str(ROOT / "examples/chat/launch.sh"), *words], env)
@@ -85,6 +85,22 @@ def experiment(folder, full):
     first, again = (run([*module, "run", "quantized", *trained, flags], _environment()).stdout for _ in range(2))
     table = run([*module, "show", "quantized", *words], _environment()).stdout
     return first, again, table, json.loads((runs / "quantized.json").read_text(encoding="utf-8"))
+
+
+@launches.launch
+def layouts(folder, full):
+    """metrics.jsonl of two steps on a tiny model that imitate, by the layout in the launch script's environment."""
+    if not (full and FOLDER.is_dir()):
+        return None
+    model, found = _tiny(folder / "model", tied=True), {}
+    sizes = "--train-iters 2 --global-batch-size 8 --micro-batch-size 2 --group-size 2 --max-new-tokens 8"
+    words = f"{sizes} --held-out-prompts 4 --imitate --task calculator --lr 1e-2".split()
+    for k, layout in enumerate(({}, {"TP": "2", "SP": "1"}, {"PP": "2"}, {"PROCESSES": "2"})):
+        env = _environment() | {"MODEL": str(model), "RUN_DIR": str(folder / str(k))} | layout
+        run(["bash", str(ROOT / "examples/chat/launch.sh"), *words], env)
+        lines = (folder / str(k) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        found[str(layout)] = [json.loads(line) for line in lines]
+    return found
 
 
 @pytest.fixture
@@ -180,6 +196,21 @@ def test_two_steps_of_the_pretrained_model_run(pretrained, full, evidence):
     assert text.count("--- reward") == 32
     assert len(re.findall(r"What is \d+ times \d+\?", text)) == 16
     evidence(cases=len(records))
+
+
+@needs_transformers
+@pytest.mark.proof(
+    "Chat: log-probabilities and gradient norms of two steps under TP with SP, PP and DP equal one process"
+)
+def test_steps_do_not_depend_on_the_layout(layouts, full, evidence):
+    if not full:
+        pytest.skip("in the full tier")
+    (first, *others), errors = layouts.values(), []
+    for records in others:
+        for name in ("grad_norm", "old_logprobs", "pg_loss"):
+            errors += [abs(a[name] / b[name] - 1) for a, b in zip(records, first, strict=True)]
+    assert first[1]["old_logprobs"] > first[0]["old_logprobs"]  # it learns
+    evidence(cases=2 * len(others), worst=max(errors), tolerance=1e-5)
 
 
 @needs_transformers
