@@ -45,7 +45,7 @@ def last_number(text: str) -> int | None:
 
 
 def times_table(random_: random.Random) -> Problem:
-    """A product of 2 to 9 and 2 to 12; the last number of the answer counts."""
+    """A product of 2 to 9 and 2 to 12, 88 prompts in all, so evaluations repeat them; the last number counts."""
     a, b = random_.randint(2, 9), random_.randint(2, 12)
     return Problem(
         f"What is {a} times {b}?", lambda turns: last_number(turns[-1]) == a * b, [f"{a} times {b} is {a * b}."]

@@ -67,7 +67,7 @@ def pretrained(folder, full):
     out = folder / "run"
     env = _environment() | {"MODEL": str(MODEL), "RUN_DIR": str(out), "PROCESSES": "1"}
     sizes = {"train-iters": 2, "global-batch-size": 16, "micro-batch-size": 8, "group-size": 2, "max-new-tokens": 16}
-    words = [word for name, value in (sizes | {"held-out-prompts": 4}).items() for word in (f"--{name}", str(value))]
+    words = [word for name, value in (sizes | {"evaluation-prompts": 4}).items() for word in (f"--{name}", str(value))]
     done = run(["bash", str(ROOT / "examples/chat/launch.sh"), *words], env)
     return out, done.stdout, _on_ranks(MODEL.with_suffix(""), folder / "pretrained.json", 1, 1)
 
@@ -80,7 +80,7 @@ def experiment(folder, full):
     model, runs, sizes = _tiny(folder / "model", tied=True), folder / "runs", "--train-iters 2 --global-batch-size 8"
     words = ["--runs", str(runs), "--seeds", "1"]
     trained = [*words, "--model", str(model), "--minutes", "120", "--arms", "int8, tis", "int4, rejection"]
-    flags = f"--flags={sizes} --micro-batch-size 4 --group-size 2 --max-new-tokens 8 --held-out-prompts 4"
+    flags = f"--flags={sizes} --micro-batch-size 4 --group-size 2 --max-new-tokens 8 --evaluation-prompts 4"
     module = [sys.executable, "-m", "chat.evidence"]
     first, again = (run([*module, "run", "quantized", *trained, flags], _environment()).stdout for _ in range(2))
     table = run([*module, "show", "quantized", *words], _environment()).stdout
@@ -94,7 +94,7 @@ def layouts(folder, full):
         return None
     model, found = _tiny(folder / "model", tied=True), {}
     sizes = "--train-iters 2 --global-batch-size 8 --micro-batch-size 2 --group-size 2 --max-new-tokens 8"
-    words = f"{sizes} --held-out-prompts 4 --imitate --task calculator --lr 1e-2".split()
+    words = f"{sizes} --evaluation-prompts 4 --imitate --task calculator --lr 1e-2".split()
     for k, layout in enumerate(({}, {"TP": "2", "SP": "1"}, {"PP": "2"}, {"PROCESSES": "2"})):
         env = _environment() | {"MODEL": str(model), "RUN_DIR": str(folder / str(k))} | layout
         run(["bash", str(ROOT / "examples/chat/launch.sh"), *words], env)
