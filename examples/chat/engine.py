@@ -45,7 +45,7 @@ class Engine:
         self.stop = self.model.config.eos_token_id
 
     def refresh(self, chunks: list[nn.Module]) -> None:
-        """Take over the weights of Megatron's model, on every rank at the same time."""
+        """Copy the weights of Megatron's model, on every rank at the same time."""
         weights.export(chunks, dict(self.model.named_parameters()))
         for layer in self.model.model.layers.modules() if self._quantized else ():
             if isinstance(layer, nn.Linear):

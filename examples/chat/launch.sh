@@ -43,11 +43,13 @@ MODEL_ARGS+=(
     --no-gradient-accumulation-fusion # needs Apex
     --no-masked-softmax-fusion
     --no-rope-fusion
+    --no-bias-swiglu-fusion # compiled again for every length of a packed row
+    --no-bias-dropout-fusion
 )
 if ((GPUS > 0)); then
     DEVICE_ARGS=(--bf16)
 else
-    DEVICE_ARGS=(--distributed-backend gloo --use-cpu-initialization --no-bias-swiglu-fusion --no-bias-dropout-fusion)
+    DEVICE_ARGS=(--distributed-backend gloo --use-cpu-initialization)
 fi
 
 PARALLEL_ARGS=(--tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" ${SP:+--sequence-parallel})

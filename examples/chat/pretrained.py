@@ -44,7 +44,7 @@ def write(
 def read(folder: str | Path, dtype: torch.dtype) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
     """The model, on the CPU and in evaluation mode, and the tokenizer of a folder."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-    return model.eval(), AutoTokenizer.from_pretrained(folder)
+    return model.eval(), AutoTokenizer.from_pretrained(folder, clean_up_tokenization_spaces=False)
 
 
 def megatron_flags(config: LlamaConfig) -> list[str]:

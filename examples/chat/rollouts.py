@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 
 import torch
 from chat.engine import Engine
-from chat.tasks import TASKS, Problem, Task
+from chat.tasks import Problem, Task
 
 from megatron_pg import Sample, group_advantages
 from megatron_pg.plan.collectives import all_gather_rows
+
+LONGEST_REPLY = 48  # tokens of the environment, with the chat template around them
 
 
 @dataclass
@@ -58,7 +60,7 @@ def sampled(engine: Engine, task: Task, problems: list[Problem], seed: int) -> l
         still_open = going_on
     for k, i in enumerate(mine):
         conversations[k].reward = float(problems[i].is_right(turns[k]))
-    return _gathered(conversations, len(problems), width_of(engine, task))
+    return _gathered(conversations, len(problems), _width(engine, task, problems))
 
 
 def demonstrated(engine: Engine, problems: list[Problem]) -> list[Conversation]:
@@ -75,10 +77,11 @@ def demonstrated(engine: Engine, problems: list[Problem]) -> list[Conversation]:
     return conversations
 
 
-def width_of(engine: Engine, task: Task) -> int:
-    """Most tokens of a conversation: the longest prompt of many, all turns, and the longest replies."""
-    prompt = max(len(engine.tokens_of(_question(p))) for p in problems_of(task, "widths", 256)) + 8
-    return prompt + task.max_turns * task.max_tokens + (task.max_turns - 1) * 48
+def _width(engine: Engine, task: Task, problems: list[Problem]) -> int:
+    """Most tokens that a conversation about the problems can have."""
+    prompts = {problem.prompt: problem for problem in problems}
+    longest = max(len(engine.tokens_of(_question(problem))) for problem in prompts.values())
+    return longest + task.max_turns * task.max_tokens + (task.max_turns - 1) * LONGEST_REPLY
 
 
 def samples_of(
@@ -149,6 +152,3 @@ def _conversation(row: list[float], width: int) -> Conversation:
     tokens = [int(token) for token in row[4 : 4 + n]]
     mask = [int(bit) for bit in row[4 + width :][:r]]
     return Conversation(tokens[: n - r], tokens[n - r :], mask, row[4 + 2 * width :][:r], row[2], bool(row[3]))
-
-
-__all__ = ["TASKS", "Conversation", "demonstrated", "problems_of", "sampled", "samples_of", "width_of"]

@@ -3,7 +3,7 @@
     times_table    What is 7 times 8?
     word_count     Write one sentence about the sea with exactly 7 words.
     word_problems  Start with 4. Add 5. Multiply by 3. What is the result? …
-    calculator     What is 47 * 38 + 61? with a calculator, which is asked in a turn of its own
+    calculator     What is 47 * 38 + 61? with a calculator, a tool that is called in separate turns
 
 The model finds the first right answers of the first two by itself. The other two start from demonstrations
 (`--imitate`).
@@ -45,7 +45,7 @@ def last_number(text: str) -> int | None:
 
 
 def times_table(random_: random.Random) -> Problem:
-    """A product of 2 to 9 and 2 to 12; the last number of the answer counts."""
+    """A product of 2 to 9 and 2 to 12, 88 prompts in all, so evaluations repeat them; the last number counts."""
     a, b = random_.randint(2, 9), random_.randint(2, 12)
     return Problem(
         f"What is {a} times {b}?", lambda turns: last_number(turns[-1]) == a * b, [f"{a} times {b} is {a * b}."]

@@ -63,8 +63,8 @@ def add_chat_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument("--engine-fp32-head", action="store_true", help="the engine computes its logits in float32")
     group.add_argument("--engine-weights", choices=LEVELS, help="round the engine's linear layers after every refresh")
     group.add_argument("--engine-batch-size", type=int, default=512, help="sequences that the engine samples at a time")
-    group.add_argument("--held-out-prompts", type=int, default=256, help="of each evaluation")
-    group.add_argument("--held-out-interval", type=int, default=5, help="optimizer steps between evaluations")
+    group.add_argument("--evaluation-prompts", type=int, default=256, help="the same in each evaluation")
+    group.add_argument("--evaluation-interval", type=int, default=5, help="optimizer steps between evaluations")
     group.add_argument("--export", metavar="FOLDER", help="write the trained model, as transformers reads it")
     group.add_argument("--run-dir", default="runs/chat", help="folder for metrics, rollouts, conversations and curves")
     return parser
@@ -79,7 +79,7 @@ class ChatRun:
         self.folder: RunFolder | None = None
         self.transcript: Transcript | None = None
         self.task_metrics: dict[str, float] = {}  # of the step that is being trained
-        self.started = self.step_started = time.perf_counter()
+        self.started = self.step_started = time.perf_counter()  # after torch and Megatron were imported
 
     # --- callbacks of pretrain() ---
 
@@ -129,54 +129,51 @@ class ChatRun:
         """This rank's micro-batches of each step, sampled from the weights of that moment."""
         step = args.iteration
         while True:
-            self.step_started = time.perf_counter()
+            evaluated = {} if step % args.evaluation_interval else {"exact_match": self.exact_match(args)}
+            started = self.step_started = time.perf_counter()
             samples = self.samples(step, args)
             sampled = time.perf_counter()
             batches = with_trainers_logprobs(self.chunks, microbatches(samples, args))
-            scored = time.perf_counter()
+            seconds = {"sampling_seconds": sampled - started, "scoring_seconds": time.perf_counter() - sampled}
+            self.task_metrics = lengths_and_reward(samples) | evaluated | seconds
             everyone = with_everyones_logprobs(samples, batches)
             if self.folder is not None:
                 self.folder.rollouts.write(everyone)
                 self.transcript.write(everyone, step)
-            self.task_metrics |= {"sampling_seconds": sampled - self.step_started, "scoring_seconds": scored - sampled}
             yield from batches
             step += 1
 
     def samples(self, step: int, args: Namespace) -> list[Sample]:
         """All ranks' samples of a step, the same on every rank."""
-        task, count = task_of(args), args.global_batch_size // args.group_size
-        problems = rollouts.problems_of(task, (args.seed, step, args.imitate), count)
-        problems = [problem for problem in problems for _ in range(args.group_size)]
+        task, group_size = task_of(args), 1 if args.imitate else args.group_size
+        problems = rollouts.problems_of(task, (args.seed, step, args.imitate), args.global_batch_size // group_size)
+        problems = [problem for problem in problems for _ in range(group_size)]
         self.engine.refresh(self.chunks)
         if args.imitate:
             conversations, rule = rollouts.demonstrated(self.engine, problems), None
         else:
             seed = args.seed * 1_000_003 + step
             conversations, rule = rollouts.sampled(self.engine, task, problems, seed), args.advantages
-        samples = rollouts.samples_of(conversations, step, group_size=args.group_size, rule=rule, environment=args.task)
-        self.task_metrics = lengths_and_reward(samples)
-        if step % args.held_out_interval == 0 or step == args.train_iters - 1:
-            self.task_metrics["exact_match"] = self.exact_match(args)
-        return samples
+        return rollouts.samples_of(conversations, step, group_size=group_size, rule=rule, environment=args.task)
 
     def exact_match(self, args: Namespace) -> float:
-        """Share of held-out prompts that a sampled answer gets right; the same prompts and seed every time."""
-        problems = rollouts.problems_of(task_of(args), "held out", args.held_out_prompts)
+        """Share of prompts that a sampled answer gets right; the same prompts and seed every time."""
+        self.engine.refresh(self.chunks)
+        problems = rollouts.problems_of(task_of(args), "evaluation", args.evaluation_prompts)
         return mean([c.reward for c in rollouts.sampled(self.engine, task_of(args), problems, 0)])
 
     def finish(self, args: Namespace) -> None:
         """The last weights: evaluate them, and export them."""
-        self.engine.refresh(self.chunks)
-        accuracy = self.exact_match(args)
+        accuracy, parameters = self.exact_match(args), dict(self.engine.model.named_parameters())
+        weights.export(self.chunks, parameters)  # those of the engine may be quantized
         if torch.distributed.get_rank() == 0:
             seconds = time.perf_counter() - self.started
             say(
-                f"exact_match {accuracy:.3f} on {args.held_out_prompts} held-out prompts after {args.train_iters} "
+                f"exact_match {accuracy:.3f} on {args.evaluation_prompts} prompts after {args.train_iters} "
                 f"optimizer steps, {seconds:.0f} s after the start"
             )
             if args.export:
-                model = self.engine.model
-                pretrained.write(Path(args.export), dict(model.named_parameters()), model.config, self.engine.tokenizer)
+                pretrained.write(Path(args.export), parameters, self.engine.model.config, self.engine.tokenizer)
                 say(f"wrote {args.export}")
 
 
@@ -242,6 +239,8 @@ def check_chat(args: Namespace) -> None:
             f"--global-batch-size {args.global_batch_size} is not a multiple of --group-size {args.group_size}, and a "
             "step has whole groups. Choose a multiple."
         )
+    if args.export and Path(args.export).exists():
+        raise ValueError(f"--export {args.export} exists, and nothing is overwritten. Choose another folder.")
     refused = {
         f"--pg-temperature {args.pg_temperature}": args.pg_temperature != 1,
         f"--context-parallel-size {args.context_parallel_size}": args.context_parallel_size > 1,

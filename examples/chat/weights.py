@@ -64,7 +64,7 @@ def export(chunks: list[nn.Module], theirs: dict[str, Tensor]) -> None:
     """
     config, group = chunks[0].config, mpu.get_pipeline_model_parallel_group()
     mine = {names: parameter for chunk in chunks for _, names, parameter in _held(chunk)}
-    rows = list(_rows(range(config.num_layers), theirs))
+    rows = list(_rows(config.num_layers, theirs))
     holds = all_gather_rows(torch.tensor([names in mine for _, names in rows]), group)  # [stages, tensors]
     sources = torch.distributed.get_process_group_ranks(group)
     for (row, names), owner in zip(rows, holds.int().argmax(dim=0).tolist(), strict=True):
@@ -80,24 +80,22 @@ def export(chunks: list[nn.Module], theirs: dict[str, Tensor]) -> None:
 
 
 def _held(model: nn.Module) -> Iterator[tuple[Row, tuple[str, ...], nn.Parameter]]:
-    """The rows that this chunk holds, with the names of transformers."""
-    layers = {layer.layer_number - 1: layer for layer in model.decoder.layers}
-    own = dict(model.named_parameters())
-    number_here = {layer.layer_number - 1: i for i, layer in enumerate(model.decoder.layers)}
+    """The rows that this chunk holds, with the names of transformers. It counts its layers from 0."""
+    parameters = dict(model.named_parameters())
+    numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
     for row in TABLE:
-        for number in sorted(layers) if "{}" in row.megatron else [0]:
-            parameter = own.get(row.megatron.format(number_here[number] if "{}" in row.megatron else 0))
-            names = row.transformers
-            if row.megatron == "output_layer.weight" and model.share_embeddings_and_output_weights:
-                names = TABLE[0].transformers  # a last stage without the first one has a copy of the embedding
-            if parameter is not None:
+        names = row.transformers
+        if row.megatron == "output_layer.weight" and model.share_embeddings_and_output_weights:
+            names = TABLE[0].transformers  # a last stage without the first one has a copy of the embedding
+        for here, number in enumerate(numbers) if "{}" in row.megatron else [(0, 0)]:
+            if (parameter := parameters.get(row.megatron.format(here))) is not None:
                 yield row, tuple(name.format(number) for name in names), parameter
 
 
-def _rows(layers: range, theirs: dict[str, Tensor]) -> Iterator[tuple[Row, tuple[str, ...]]]:
+def _rows(num_layers: int, theirs: dict[str, Tensor]) -> Iterator[tuple[Row, tuple[str, ...]]]:
     """All rows of the model; with tied embeddings the head is not one."""
     for row in TABLE:
-        for number in layers if "{}" in row.megatron else [0]:
+        for number in range(num_layers) if "{}" in row.megatron else [0]:
             names = tuple(name.format(number) for name in row.transformers)
             if names[0] in theirs:
                 yield row, names

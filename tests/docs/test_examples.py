@@ -24,7 +24,7 @@ from tasks.list_programs import ListPrograms
 from megatron_pg import RolloutWriter, Sample, add_arguments, read_rollouts, validate_args
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted((ROOT / "examples").glob("launch_*.sh"))
+SCRIPTS = [*sorted((ROOT / "examples").glob("launch_*.sh")), ROOT / "examples/chat/launch.sh"]
 
 
 def flags_of(script: Path) -> list[str]:

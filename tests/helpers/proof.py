@@ -42,6 +42,7 @@ PARTS = {  # the files and folders below tests/ that each part runs; a nested pa
     "releases": ("ranks/test_releases.py",),
     "hosts": ("hosts",),
     "drivers": ("drivers",),
+    "chat": ("chat",),
 }
 
 

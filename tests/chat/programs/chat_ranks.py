@@ -1,9 +1,8 @@
-"""A Llama model on real ranks: transformers' logits and weights, and Megatron's of the same model.
+"""A Llama model on real ranks: transformers' weights, logits and samples, and Megatron's of the same model.
 
-    torchrun … chat_ranks.py MODEL OUT TP PP
+    torchrun … chat_ranks.py FOLDER OUT TP PP
 
-MODEL is a folder of transformers, or "tiny" for a random model of four layers. OUT receives one JSON object of largest
-absolute differences.
+OUT receives one JSON object with differences, largest and mean, and with what was counted.
 """
 
 import json
@@ -18,7 +17,10 @@ cpu_megatron.enable()
 import torch
 from chat import weights
 from chat.attention import layer_spec
+from chat.engine import Engine, Turn, rounded
+from chat.rollouts import demonstrated, problems_of, sampled, samples_of
 from chat.scoring import with_trainers_logprobs
+from chat.tasks import TASKS
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
@@ -28,17 +30,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_pg import Sample, pack
 
-TINY = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rope_theta": 1e5,
-    "tie_word_embeddings": True,
-}
 TEXT = Path(__file__).parents[3] / "docs" / "index.md"
 
 
@@ -137,33 +128,90 @@ def differences(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
     return gaps.max().item(), gaps.mean().item()
 
 
-def samples_of(tokens: torch.Tensor) -> list[Sample]:
+def documents_of(tokens: torch.Tensor) -> list[Sample]:
     """Documents of several lengths, the longest of 200 tokens."""
-    ends = [(0, 200, 150), (10, 40, 5), (60, 61 + 1, 1), (70, 150, 60)]
+    ends = [(0, 200, 150), (10, 40, 5), (60, 62, 1), (70, 150, 60)]
     return [
         Sample.build(tokens=tokens[a:b], response_length=r, loss_mask=[1] * r, old_logprobs=[0.0] * r, advantage=0.0)
         for a, b, r in ends
     ]
 
 
+@torch.no_grad()
+def engine_compared(folder: str, tp: int, pp: int) -> dict:
+    """The engine's log-probabilities of what it samples from refreshed weights, and the trainer's."""
+    engine = Engine(folder, torch.float32, float32_head=True, quantized=None, batch_size=3)
+    model, task = megatrons(engine.model, torch.float32, tp, pp), TASKS["times_table"].with_length(12)
+    for parameter in model.parameters():  # of the weights before, the trainer would give others
+        parameter.mul_(1.01)
+    problems = [problem for problem in problems_of(task, "ranks", 5) for _ in range(2)]
+    found = {}
+    for name, quantized in (("equal", None), ("int8", "int8"), ("int4", "int4")):
+        engine._quantized = quantized
+        engine.refresh([model])
+        conversations = sampled(engine, task, problems, seed=3)
+        samples = samples_of(conversations, 0, group_size=2, rule="group_mean", environment="times_table")
+        (batch,) = with_trainers_logprobs([model], [pack(samples, qkv_format="thd")])
+        gaps = [differences(s.old_logprobs, s.rollout_logprobs) for s in batch.samples]
+        found[name] = [max(gap[0] for gap in gaps), sum(gap[1] for gap in gaps) / len(gaps)]
+        found[f"texts_{name}"] = len({tuple(c.response) for c in conversations})
+    weight = engine.model.model.layers[0].mlp.up_proj.weight
+    found["levels"] = max(len(row.unique()) for row in rounded(torch.randn_like(weight), 7))
+    return found
+
+
+class ScriptedEngine(Engine):
+    """Says the turns of demonstrations."""
+
+    def sample(self, contexts, max_tokens, generator):
+        """The next turn of the demonstration whose beginning the context is."""
+        turns = []
+        for context in contexts:
+            (whole,) = [c for c in self.script if (c.prompt + c.response)[: len(context)] == context]
+            tokens = (whole.prompt + whole.response)[len(context) :]
+            tokens = tokens[: tokens.index(self.stop) + 1]
+            turns.append(Turn(tokens, [-1.0] * len(tokens), has_ended=True))
+        return turns
+
+
+def turns_compared(folder: str) -> dict:
+    """Conversations of several turns: sampled, demonstrated, and as the chat template writes them."""
+    engine = ScriptedEngine(folder, torch.float32, float32_head=True, quantized=None, batch_size=3)
+    task, count, wrong = TASKS["calculator"], 7, 0
+    problems = problems_of(task, "turns", count)
+    engine.script = demonstrated(engine, problems)
+    for problem, shown, said in zip(problems, engine.script, sampled(engine, task, problems, seed=0), strict=True):
+        messages = [{"role": "user", "content": problem.prompt}]
+        for text in problem.demonstration:
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": problem.reply(text) or ""}]
+        template = engine.tokenizer.apply_chat_template(messages[:-1], tokenize=False)
+        end = template.rindex("<|im_end|>") + len("<|im_end|>")
+        tokens = engine.tokenizer(template[:end], add_special_tokens=False).input_ids
+        assistants = [t for t, bit in zip(said.response, said.mask, strict=True) if bit]
+        wrong += not (
+            (said.prompt, said.response, said.mask) == (shown.prompt, shown.response, shown.mask)
+            and said.prompt + said.response == tokens
+            and said.reward == 1.0
+            and engine.text_of(assistants) == "".join(problem.demonstration)
+        )
+    return {"conversations": count, "wrong": wrong}
+
+
 def main() -> None:
-    """Compare in float32 and in bfloat16."""
-    name, out, tp, pp = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    """Compare in float32 and in bfloat16, then the engine and its conversations."""
+    folder, out, tp, pp = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     torch.distributed.init_process_group("gloo")
     mpu.initialize_model_parallel(tp, pp)
     model_parallel_cuda_manual_seed(1)
     init_num_microbatches_calculator(torch.distributed.get_rank(), None, 1, 1, 1)
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
-        if name == "tiny":
-            torch.manual_seed(0)
-            theirs, tokens = LlamaForCausalLM(LlamaConfig(**TINY)), torch.randint(0, 512, (200,))
-        else:
-            theirs, tokenizer = pretrained.read(name, torch.float32)
-            tokens = torch.tensor(tokenizer(TEXT.read_text(encoding="utf-8")).input_ids[:200])
-        found[str(dtype)] = compared(theirs.eval(), samples_of(tokens), dtype, tp, pp)
+        theirs, tokenizer = pretrained.read(folder, torch.float32)
+        tokens = torch.tensor(tokenizer(TEXT.read_text(encoding="utf-8")).input_ids[:200])
+        found[str(dtype)] = compared(theirs, documents_of(tokens), dtype, tp, pp)
+    found |= {"engine": engine_compared(folder, tp, pp), "turns": turns_compared(folder)}
     if torch.distributed.get_rank() == 0:
-        out.write_text(json.dumps(found))
+        out.write_text(json.dumps(found), encoding="utf-8")
     torch.distributed.destroy_process_group()
 
 
