@@ -1,7 +1,6 @@
 """The float32 or fused head in the model of a host, which builds it and calls it without labels."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -15,11 +14,7 @@ from megatron_pg.plan.settings import LossSettings
 
 
 class HostHead:
-    """Installs the head of the settings in output layers.
-
-    In training the fused head replaces the logits. In evaluation mode, in which hosts compute log-probabilities, the
-    layer returns float32 logits.
-    """
+    """Installs the head of the settings in output layers. The fused head replaces the logits of every forward."""
 
     def __init__(self, settings: LossSettings):
         self._settings = settings
@@ -54,12 +49,17 @@ class HostHead:
                 continue
             self._runs.append(compute_in_float32(layer, backward=self._settings.head_backward))
             if self._settings.head_mode:
-                self._deferred.put_into(layer, partial(getattr, layer, "training"))
+                self._deferred.put_into(layer, lambda: True)
             self._layers.add(layer)
 
     def take(self, logits: Tensor) -> HeadCall | None:
         """The arguments of the layer in the latest forward, which returned `logits`; None where it computed logits."""
         return self._deferred.take(logits)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nobody has taken the hidden states of the latest forward."""
+        return self._deferred.is_waiting
 
     def is_bypassed(self) -> bool:
         """Whether the logits of the latest forward were made without the head."""

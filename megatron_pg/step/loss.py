@@ -54,7 +54,7 @@ def microbatch_loss(
         grad_scale: `LossScaling.grad_scale`, so that the gradient is made in its final scale.
         totals: [] each, of the other losses in S, by metric.
     """
-    vocabulary = _vocabulary(logits.shape[1], settings, tp_group)
+    vocabulary = vocabulary_of(logits.shape[1], settings, tp_group)
     computed = policy_gradient_loss(
         logits,
         PolicyLoss(settings.terms, fields),
@@ -88,7 +88,7 @@ def microbatch_head_loss(
         totals: as in `microbatch_loss`.
         teacher_weight: as in `policy_gradient_head_loss`.
     """
-    vocabulary = _vocabulary(len(call.weight), settings, call.tp_group)
+    vocabulary = vocabulary_of(len(call.weight), settings, call.tp_group)
     computed = policy_gradient_head_loss(
         call.hidden,
         call.weight,
@@ -118,7 +118,8 @@ def microbatch_logprobs_loss(
     return _with_diagnostics(PolicyLoss(settings.terms, fields)(logprobs, entropy), fields, settings, NONE)
 
 
-def _vocabulary(columns: int, settings: LossSettings, tp_group: ProcessGroup | None) -> Vocabulary:
+def vocabulary_of(columns: int, settings: LossSettings, tp_group: ProcessGroup | None) -> Vocabulary:
+    """The vocabulary of `columns` logits on this rank, at the settings' temperature."""
     return Vocabulary.of(columns, temperature=settings.temperature, vocab_size=settings.vocab_size, tp_group=tp_group)
 
 

@@ -25,6 +25,7 @@ from megatron_pg.plan.settings import LossSettings
 
 HOSTS = ("slime", "miles")
 LAYOUTS = tuple(hosts.LAYOUTS)
+OF_PASSES = 3e-6  # nats, of float32 logits divided by 0.7
 OF_SCALED_EXP = 5e-6  # whose exponents are near -60 and rounded to 2^-18 in float32
 _KNOWN = pytest.mark.filterwarnings("ignore::megatron_pg.args.ArgumentWarning")  # about the gradient of k3
 
@@ -104,6 +105,14 @@ def test_gradients_of_padded_rows_are_too(loop, layout):
     errors = loop.found[layout]["padded"].values()
     assert len(errors) == 3
     assert max(errors) < LIMIT
+
+
+@every_layout
+@in_each([loop for loop in LOOPS if loop not in OWN])
+def test_a_fused_head_computes_old_and_reference_logprobs_and_entropies_without_logits(loop, layout):
+    errors = loop.found[layout]["passes"].values()
+    assert len(errors) == 2
+    assert max(errors) < OF_PASSES
 
 
 @every_layout

@@ -34,6 +34,8 @@ _INIT = "custom_megatron_init_path"
 _BEFORE_STEP = "custom_megatron_before_train_step_hook_path"
 _BEFORE_LOG_PROB = "custom_megatron_before_log_prob_hook_path"
 _HOOKS = {_INIT: "init", _BEFORE_STEP: "before_train_step", _BEFORE_LOG_PROB: "before_log_prob"}
+_PASSES = "get_log_probs_and_entropy"  # of the host's actor, which calls it in the passes before training
+PASSED = ("logits", "args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy")
 _USERS = "users_hooks_of_megatron_pg"  # the argument that stores the user's paths
 
 
@@ -49,6 +51,7 @@ class Declaration:
     names_terms: bool = False  # whether samples name their loss term
     hooks: Mapping[str, str] = field(default_factory=dict)  # further hooks: functions of our module
     refused: Callable[[argparse.Namespace], Iterable[str]] = lambda args: ()  # messages about flags of this host alone
+    returned: Callable[[dict[str, Any]], Any] = lambda found: found  # what its function for log-probabilities returns
 
 
 class RolloutHost:
@@ -92,7 +95,8 @@ class RolloutHost:
         if self.trainer is not None and vars(args).get("custom_loss_function_path") == loss:
             return
         arguments = self.checked(args)
-        for path, parameters in declared.signatures.items():
+        passes = f"{declared.name}.backends.megatron_utils.actor"
+        for path, parameters in {**declared.signatures, f"{passes}:{_PASSES}": PASSED}.items():
             check_signature(declared.version, path, parameters)
         self._log = first_of(declared.version, declared.logs, ("args", "metrics", "step_key"))
         from megatron_pg.hosts.log import HostLog
@@ -100,6 +104,8 @@ class RolloutHost:
 
         settings, rows = start(declared.name, arguments, scaling=SCALING, says=is_writer())
         log = HostLog(settings, rows, arguments.args.pg_metrics_file, self._to_host(args)) if is_writer() else None
+        if settings.head_mode:
+            setattr(import_module(passes), _PASSES, self.log_probs)
         self.terms = Facts(arguments.args).terms_of_samples
         self.trainer = RolloutTrainer(settings, log, per_token=args.calculate_per_token_loss)
         users = {name: vars(args).get(name) for name in self._hooks} | vars(args).get(_USERS, {})
@@ -114,6 +120,33 @@ class RolloutHost:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The host's `--custom-loss-function-path`. It returns no metrics, because each would cost a host sync."""
         return self.trainer.loss(batch["unconcat_tokens"], logits), {}
+
+    def log_probs(
+        self,
+        logits: Tensor,
+        *,
+        args: argparse.Namespace,
+        unconcat_tokens: Sequence[Tensor],
+        total_lengths: Sequence[int],
+        response_lengths: Sequence[int],
+        with_entropy: bool = False,
+        max_seq_lens: Sequence[int] | None = None,
+        top_p_token_ids: Sequence | None = None,
+        top_p_token_offsets: Sequence = (),
+        **rest: object,
+    ) -> Any:
+        """The host's `get_log_probs_and_entropy` under the fused head, for old, reference and teacher."""
+        from megatron_pg.hosts.rollout.logprobs import Responses
+
+        width = max_seq_lens[0] if max_seq_lens is not None and args.qkv_format == "bshd" else None
+        responses = Responses(
+            tokens=unconcat_tokens,
+            lengths=response_lengths,
+            row_width=width,
+            kept_ids=top_p_token_ids,
+            kept_offsets=top_p_token_offsets,
+        )
+        return self.declaration.returned(self.trainer.logprobs(responses, logits, with_entropy=with_entropy))
 
     def before_train_step(
         self,

@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from megatron_pg.hosts.rollout.host import Declaration, RolloutHost
 from megatron_pg.hosts.rollout.samples import Rollout
 
@@ -16,6 +18,7 @@ HOST = RolloutHost(
         carried=("old_logprobs", "ref_logprobs", "teacher_logprobs", "sampling_mask"),
         names_terms=True,
         hooks={_DATA: "plan"},
+        returned=lambda found: (torch.empty(0, device=found["log_probs"][0].device), found),
         signatures={
             "slime.backends.megatron_utils.loss:loss_function": [
                 *("args", "batch", "num_microbatches", "step_global_batch_size", "logits")

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_pg.cp_utils import padded_length
 from megatron_pg.hosts.head import HostHead
 from megatron_pg.hosts.log import HostLog
+from megatron_pg.hosts.rollout.logprobs import Responses
 from megatron_pg.hosts.rollout.samples import Rollout
 from megatron_pg.hosts.step import HostLossError, HostStep
 from megatron_pg.plan.collectives import all_gather_rows
@@ -129,8 +130,23 @@ class RolloutTrainer:
         group = parallel_state.get_tensor_model_parallel_group()
         return scale * step.loss(local, logits.flatten(0, 1), group, grad_scale, is_bypassed=self.head.is_bypassed())
 
+    def logprobs(self, responses: Responses, logits: Tensor, *, with_entropy: bool) -> dict[str, list[Tensor]]:
+        """`Responses.logprobs` by the fused head, which has replaced the model's output `logits`."""
+        if (call := self.head.take(logits)) is None:
+            raise HostLossError(
+                "the trainer computes log-probabilities of a model without megatron_pg's fused head. Use a release of "
+                "the trainer that docs/hosts lists, or remove --pg-fused-head."
+            )
+        return responses.logprobs(call, self._settings, with_entropy=with_entropy)
+
     def begin_step(self, rollout_id: int, number: int, model: Sequence[Any], optimizer: Any) -> None:
         """Prepare optimizer step `number` of the rollout: install the head, the checks before finalize, and the log."""
+        if self.head.is_waiting:
+            raise HostLossError(
+                "the trainer has computed log-probabilities by another function than megatron_pg's, and "
+                "--pg-fused-head leaves it no logits. Use a release of the trainer that docs/hosts lists, or remove "
+                "--pg-fused-head."
+            )
         self._current, self._numbers = self._steps[number], (rollout_id, rollout_id * len(self._steps) + number)
         self.head.install(model)
         config = get_model_config(model[0])

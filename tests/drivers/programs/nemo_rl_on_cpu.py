@@ -112,6 +112,8 @@ def _record_policy(policies: ModuleType) -> None:
         nemo_rl_generation.policy = self
 
     policies.Policy.__init__ = __init__
+    policies.Policy.get_free_memory_bytes = lambda self: 8 << 30  # v0.7.0 calls it, and then:
+    policies.Policy.stream_weights_via_ipc_zmq = lambda self, **rest: []  # `nemo_rl_generation` takes the weights
 
 
 def _write_metrics(loggers: ModuleType) -> None:

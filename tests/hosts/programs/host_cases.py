@@ -259,6 +259,18 @@ def kept_of(sample: Sample) -> list[list[int]]:
     return [sorted({token, (token + 1) % VOCABULARY, (3 * token + k) % VOCABULARY}) for k, token in enumerate(tokens)]
 
 
+def distribution(sample: Sample, case: Case, temperature: float) -> dict[str, Tensor]:
+    """[R] each: log-probabilities of a response's tokens, over what could be sampled, and entropies over all tokens."""
+    embedding, head = parameters()
+    length = sample.response_length
+    logits = embedding[sample.tokens[-length - 1 : -1]] @ head.T / temperature
+    every, kept = logits.log_softmax(-1), torch.zeros_like(logits)
+    for row, ids in zip(kept, kept_of(sample) if case.objective == "top_p" else (), strict=case.objective == "top_p"):
+        row[[token for token in range(VOCABULARY) if token not in ids]] = -torch.inf
+    answers = (logits + kept).log_softmax(-1)[range(length), sample.tokens[-length:]]
+    return {"log_probs": answers, "entropy": -(every.exp() * every).sum(-1)}
+
+
 def source_of(sample: Sample) -> str:
     """What a user of the host calls the sample's origin."""
     return "sft" if int(sample.sample_id) % 3 == 1 else "unknown"

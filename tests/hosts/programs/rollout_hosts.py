@@ -37,6 +37,10 @@ PADDED_CASES = [
     Case(head="forward", objective="kl", per_token=True),
     Case(head="recompute", objective="gspo", rollouts_per_step=4),
 ]
+PASSES = {
+    "slime": [(Case(head="scaled_exp"), {}), (Case(head="forward", objective="top_p"), {})],
+    "miles": [(Case(head="recompute"), {}), (Case(head="forward"), PADDED)],
+}
 TERM_CASES = [
     Case(objective="opd", rollouts_per_step=4),
     Case(objective="opd", head="recompute", aggregation="constant", per_token=True),
@@ -107,8 +111,11 @@ def jump(train: Train, host: str, objective: str = "grpo", **more: object) -> fl
     return max(hosts.error(mine, [each.double() for each in own]) for mine, own in zip(ours, theirs, strict=True))
 
 
-def figures(train: Train, host: str, *, has_own_loss: bool = True) -> dict[str, object]:
-    """By layout: errors of every case, the jump from the host's own loss, and what its logger was given."""
+def figures(train: Train, host: str, *, passed: Callable[..., float] | None = None) -> dict[str, object]:
+    """By layout: errors of every case, the jump from the host's own loss, and what its logger was given.
+
+    `passed`: errors of the passes before training of a loop that is not the host's own.
+    """
     result: dict[str, object] = {}
     for number, (layout, sizes) in enumerate(hosts.LAYOUTS.items()):
         parallel_state.initialize_model_parallel(**sizes)
@@ -119,7 +126,9 @@ def figures(train: Train, host: str, *, has_own_loss: bool = True) -> dict[str, 
         of_layout["terms"] = {case.name: errors(train, host, case) for case in terms}
         if host == "miles":
             of_layout["padded"] = {case.name: errors(train, host, case, **PADDED) for case in PADDED_CASES}
-        if has_own_loss:
+        if passed is not None:
+            of_layout["passes"] = {f"{case.name} {more}": passed(case, **more) for case, more in PASSES[host]}
+        else:
             joined = {"allgather_cp": sizes.get("context_parallel_size", 1) == 1}  # which cuts nothing there
             of_layout["jump"] = max(jump(train, host, **joined), *(jump(train, host, name) for name in THEIRS))
         more = arguments(host, MEASURED, pg_metrics="with_entropy")
