@@ -26,6 +26,9 @@ from megatron_pg.step.loss import Diagnostics, microbatch_head_loss, microbatch_
 class HostLossError(ValueError):
     """A host has trained a step without this loss or with a part of it, or its data have an unsupported form."""
 
+    def __init__(self, problem: str, fix: str = "Use a release of the trainer that docs/hosts lists."):
+        super().__init__(f"{problem} {fix}")
+
 
 class HostStep:
     """A planned step.
@@ -112,7 +115,7 @@ class HostStep:
                 order of Megatron's layers: the first of every row, then the second of every row.
         """
         if self._planned is None:
-            raise HostLossError("this pipeline stage has no loss, so it has no micro-batch; call on the last stage")
+            raise HostLossError("this pipeline stage has no loss, so it has no micro-batch.", "Call on the last stage.")
         samples, size = [self._samples[i] for i in members], self._context.size() if self._context else 1
         if side_by_side:
             batch = pack(samples, qkv_format="bshd", cp_size=size, max_seq_len=padded_lengths[0])
@@ -182,7 +185,8 @@ class HostStep:
             raise HostLossError(
                 f"megatron_pg's loss was not computed exactly once for every sample of the step ({gathered.returned} "
                 "samples too few or too many over all ranks), so the trainer computes another loss. The optimizer has "
-                "not moved. Use a release of the trainer that docs/hosts lists, without plugins that replace its loss."
+                "not moved.",
+                "Use a release of the trainer that docs/hosts lists, without plugins that replace its loss.",
             )
         self._diagnostics, self._sizes = {}, {}
         return None if self.plan is None else report_of(self.plan, self._settings.metrics, gathered)

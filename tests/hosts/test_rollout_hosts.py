@@ -156,6 +156,12 @@ def test_a_model_that_bypasses_the_float32_head_stops_every_rank_before_the_opti
     assert re.match(expected, refused(stand_in, host, "bypassed head"))
 
 
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_trainer_that_computes_log_probabilities_itself_under_the_fused_head_stops_on_every_rank(stand_in, host):
+    text = refused(stand_in, host, "their own pass")
+    assert re.match(r"HostLossError: .* by another function than megatron_pg's, .*\(0 steps\)$", text)
+
+
 # Metrics that miles cannot have: its trainer has no rewards.
 _REWARDS = {"reward", "reward_std", "max_reward", "min_reward", "num_rewards", "zero_variance_fraction"}
 

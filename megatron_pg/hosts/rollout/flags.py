@@ -4,11 +4,10 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_pg.declarations.objectives import CAP, CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT, OBJECTIVES
+from megatron_pg.declarations.objectives import CAP, CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT
 from megatron_pg.flags.option_text import Selection
-from megatron_pg.hosts.startup import Inherited, defaults, flag_of
+from megatron_pg.hosts.startup import Inherited, defaults, flag_of, numbers_of
 
-_CLIPPED = [name for name, each in OBJECTIVES.items() if {CLIP_EPS_LOW, CLIP_EPS_HIGH} <= each.numbers.keys()]
 _CLIPS = {"eps_clip": CLIP_EPS_LOW.attribute, "eps_clip_high": CLIP_EPS_HIGH.attribute}
 _EPS_CLIP = 0.2  # their default of both
 _TIS = {"tis_clip_low": ("low", 0.0), "tis_clip": ("high", 2.0)}  # the option of tis, and their default
@@ -36,7 +35,7 @@ def inherited(args: argparse.Namespace) -> Iterator[Inherited]:
         yield Inherited(flag, "pg_objective", theirs)
     if [*_selected(args)] == ["--eps-clip-c"]:
         yield Inherited.number("--eps-clip-c", CAP, args.eps_clip_c)
-    if _objective(args) in _CLIPPED:
+    if _clips(args):
         for name, ours in _CLIPS.items():
             value = getattr(args, name)
             yield Inherited(flag_of(name), ours, value, value == _EPS_CLIP)
@@ -73,7 +72,10 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
         yield f"--advantage-estimator cispo selects the host's loss. Give grpo, and --pg-objective cispo,cap={cap:g}."
     if len(selected := _selected(args)) > 1:
         yield f"{' and '.join(selected)} together have no objective here; remove one"
-    if objective not in _CLIPPED and (args.eps_clip, args.eps_clip_high) != (_EPS_CLIP, _EPS_CLIP):
+    if not {CLIP_EPS_LOW, CLIP_EPS_HIGH} <= numbers_of(objective) and (args.eps_clip, args.eps_clip_high) != (
+        _EPS_CLIP,
+        _EPS_CLIP,
+    ):
         clips = f"--eps-clip {args.eps_clip} --eps-clip-high {args.eps_clip_high}"
         yield f"{clips} have no effect with --pg-objective {objective}; remove them"
     if args.use_kl_loss and options.get("use_unbiased_kl") and args.kl_loss_type == "k2":
@@ -91,6 +93,10 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
     if ours.get("loss_aggregation") == "prompt_mean" and size % group:
         sizes = f"--global-batch-size {size} and --n-samples-per-prompt {group}"
         yield f"prompt_mean with {sizes}: a step would hold part of a prompt's samples; use a multiple"
+
+
+def _clips(args: argparse.Namespace) -> bool:
+    return {CLIP_EPS_LOW, CLIP_EPS_HIGH} <= numbers_of(_objective(args))
 
 
 def _selected(args: argparse.Namespace) -> dict[str, str]:

@@ -26,7 +26,6 @@ from megatron_pg.hosts.startup import (
     check,
     check_signature,
     defaults,
-    first_of,
     start,
 )
 
@@ -46,7 +45,7 @@ class Declaration:
     name: str  # of its package, and of our module
     version: str  # that the adapter was run with
     signatures: Mapping[str, Sequence[str]]  # parameters of the functions that the adapter uses, by `module:name`
-    logs: Sequence[str]  # `module:function` of the logger (args, metrics, step_key), in one release or another
+    log: str  # of the logger, as in `check_signature`
     carried: Collection[str] = ("old_logprobs", "ref_logprobs", "teacher_logprobs")  # fields its batches can contain
     names_terms: bool = False  # whether samples name their loss term
     hooks: Mapping[str, str] = field(default_factory=dict)  # further hooks: functions of our module
@@ -98,7 +97,7 @@ class RolloutHost:
         passes = f"{declared.name}.backends.megatron_utils.actor"
         for path, parameters in {**declared.signatures, f"{passes}:{_PASSES}": PASSED}.items():
             check_signature(declared.version, path, parameters)
-        self._log = first_of(declared.version, declared.logs, ("args", "metrics", "step_key"))
+        self._log = check_signature(declared.version, declared.log, ("args", "metrics", "step_key"))
         from megatron_pg.hosts.log import HostLog
         from megatron_pg.hosts.rollout.trainer import SCALING, RolloutTrainer, is_writer
 
@@ -148,17 +147,10 @@ class RolloutHost:
         )
         return self.declaration.returned(self.trainer.logprobs(responses, logits, with_entropy=with_entropy))
 
-    def before_train_step(
-        self,
-        args: argparse.Namespace,
-        rollout_id: int,
-        step_id: int,
-        model: Sequence[Any],
-        optimizer: Any,
-        scheduler: Any,
-    ) -> None:
+    def before_train_step(self, args: argparse.Namespace, *step: Any) -> None:
         """The host's `--custom-megatron-before-train-step-hook-path`."""
-        self.users_hook(args, _BEFORE_STEP, args, rollout_id, step_id, model, optimizer, scheduler)
+        rollout_id, step_id, model, optimizer, _ = step
+        self.users_hook(args, _BEFORE_STEP, args, *step)
         self.trainer.begin_step(rollout_id, step_id, model, optimizer)
 
     def before_log_prob(self, args: argparse.Namespace, model: Sequence[Any], store_prefix: str) -> None:

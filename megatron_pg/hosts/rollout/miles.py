@@ -32,7 +32,7 @@ HOST = RolloutHost(
     Declaration(
         name="miles",
         version="miles 31f1ca96",
-        logs=("miles.utils.tracking_utils.tracking:log",),
+        log="miles.utils.tracking_utils.tracking:log",
         refused=_refused,
         signatures={
             "miles.backends.training_utils.loss:loss_function": [

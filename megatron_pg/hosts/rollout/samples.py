@@ -47,16 +47,12 @@ class Rollout:
             HostLossError: a key is missing, or the schedule is inconsistent.
         """
         if missing := [key for key in (*_READ, *_SCHEDULE, self.rollouts_per_step) if key not in self.data]:
-            raise HostLossError(
-                f"the rollout data have no {', '.join(missing)}, which the plan of the steps needs. Use a release of "
-                "the trainer that docs/hosts lists."
-            )
+            raise HostLossError(f"the rollout data have no {', '.join(missing)}, which the plan of the steps needs.")
         indices, numbers = (self.data[key] for key in _SCHEDULE)
         if len(numbers) != len(self.counts) or sum(numbers) != len(indices):
             raise HostLossError(
                 f"the rollout data have {len(indices)} micro-batches for num_microbatches {[*numbers]} and "
-                f"{self.rollouts_per_step} {[*self.counts]}, which are inconsistent. Use a release of the trainer that "
-                "docs/hosts lists."
+                f"{self.rollouts_per_step} {[*self.counts]}, which are inconsistent."
             )
 
     def samples(self, context: ProcessGroup) -> list[Sample]:

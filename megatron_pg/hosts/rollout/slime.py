@@ -14,7 +14,7 @@ HOST = RolloutHost(
     Declaration(
         name="slime",
         version="slime 624b824a",
-        logs=("slime.utils.logging_utils:log", "slime.observability.logging_utils:log"),
+        log="slime.utils.logging_utils:log|slime.observability.logging_utils:log",
         carried=("old_logprobs", "ref_logprobs", "teacher_logprobs", "sampling_mask"),
         names_terms=True,
         hooks={_DATA: "plan"},

@@ -17,13 +17,12 @@ from megatron_pg.declarations.objectives import (
     CLIP_EPS_LOW,
     DELTA_HIGH,
     DELTA_LOW,
-    OBJECTIVES,
     TAU_NEG,
     TAU_POS,
     WEIGHT_CAP,
 )
 from megatron_pg.flags.option_text import Selection
-from megatron_pg.hosts.startup import CheckedArguments, Inherited, check
+from megatron_pg.hosts.startup import CheckedArguments, Inherited, check, numbers_of
 
 RESPONSE_LENGTH = "_megatron_pg_response_length"  # attribute of an actor: verl's rollout.response_length
 KEY = "megatron_pg"  # in override_mcore_model_config, of which verl itself reads other keys only
@@ -155,8 +154,7 @@ class _Loss:
             return set(_CLIP.values())
         if self.is_theirs:
             return set(self.numbers.values())
-        declared = OBJECTIVES.get(str(Selection.of("pg_objective", self.given["pg_objective"]).name))
-        return set(declared.numbers) if declared else set()
+        return numbers_of(self.given["pg_objective"])
 
     def refused(self) -> Iterator[str]:
         """Messages about what the actor asks for and this loss does not support."""

@@ -131,8 +131,12 @@ def begin_verl(
     layout: Mapping[str, int] = {},
     is_fused: bool = False,
     rollouts: int = ROLLOUTS,
+    checkpoints: Path | None = None,
 ) -> subprocess.Popen:
-    """verl's `main_ppo`, with our loss and these options of it, or with verl's own loss."""
+    """verl's `main_ppo`, with our loss and these options of it, or with verl's own loss.
+
+    With `checkpoints` it continues from the latest one, and saves one after each rollout.
+    """
     changes = {
         "trainer.total_training_steps": rollouts,
         "data": {"train_files": inputs / "train.parquet", "val_files": inputs / "train.parquet"},
@@ -140,6 +144,9 @@ def begin_verl(
         "actor_rollout_ref.actor.megatron": sizes(layout),
         "hydra.run.dir": folder / "hydra",
     }
+    if checkpoints is not None:
+        changes["trainer"] = {"default_local_dir": checkpoints, "save_freq": 1}
+        changes["actor_rollout_ref.actor.checkpoint.save_contents"] = "[model]"
     words = options(VERL) + options(changes)
     if ours is not None:
         words.append("actor_rollout_ref.model.external_lib=megatron_pg.verl")

@@ -91,7 +91,9 @@ def _pretend_gpus(ray: ModuleType) -> None:
     def start(address: str | None = None, **given: Any) -> Any:
         if address == "auto":
             raise ConnectionError
-        return init(address, **(given | on_cpu.RAY))
+        started = init(address, **(given | on_cpu.RAY))
+        os.environ["RAY_ADDRESS"] = started.address_info["address"]  # else another job's Ray is an error
+        return started
 
     ray.init = start
 

@@ -161,8 +161,11 @@ class AutoBridge:
     def to_megatron_provider(self, load_weights: bool = False) -> Provider:
         return Provider()
 
-    def load_hf_weights(self, *rest: Any, **more: Any) -> None:
-        pass
+    def load_hf_weights(self, chunks: Any, path: str, **more: Any) -> None:
+        toy.load(chunks, path)
+
+    def save_hf_weights(self, chunks: Any, path: str, **more: Any) -> None:
+        toy.save(chunks, path)
 
     def get_conversion_tasks(self, *rest: Any, **more: Any) -> list:
         return []

@@ -191,11 +191,13 @@ def train(
     own: Any = None,
     copies: bool = False,
     bypasses: bool = False,
+    own_pass: bool = False,
 ) -> tuple[list[list[Tensor]], list[dict]]:
     """Gradients of every optimizer step of a rollout, and what the logger was given.
 
     `own`: as for `step`; `copies`: the trainer copies the samples' tokens after the steps are planned; `bypasses`: the
-    model makes its logits without the product of its output layer.
+    model makes its logits without the product of its output layer; `own_pass`: the trainer computes log-probabilities
+    by itself.
     """
     _logged.clear()
     actor = sys.modules[f"{host}.backends.megatron_utils.actor"]
@@ -206,6 +208,9 @@ def train(
     if bypasses and model.module.post_process:
         layer = model.module.output_layer
         layer.forward = lambda states: (states @ layer.weight.t(), None)
+    if own_pass:
+        load_function(args.custom_megatron_before_log_prob_hook_path)(args, [model], "")
+        model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
     data = rollout(case, found, args.qkv_format)
     iterators, counts = actor.get_data_iterator(args, [model], data)
     if args.loss_type == "policy_loss" and case.num_steps == 1:
@@ -274,7 +279,7 @@ def install(host: str) -> None:
     real = {"log": log, "get_data_iterator": get_data_iterator}
     for path, parameters in {
         **declared.signatures,
-        declared.logs[-1]: ["args", "metrics", "step_key"],
+        declared.log.split("|")[-1]: ["args", "metrics", "step_key"],
         f"{host}.utils.arguments:parse_args": ["add_custom_arguments"],
         f"{host}.backends.megatron_utils.actor:get_log_probs_and_entropy": PASSED,
     }.items():
@@ -316,14 +321,17 @@ FAULTS = {
     "their own loss": {"own": _their_loss},
     "copied tokens": {"copies": True},
     "bypassed head": {"bypasses": True},
+    "their own pass": {"own_pass": True},
 }
 
 
 def refusal(host: str, **fault: Any) -> list[str]:
     """What every rank raises for a fault of the trainer, and how many optimizer steps it has done by then."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1 if "copies" in fault else 2)
+    stages = 1 if fault.keys() & {"copies", "own_pass"} else 2
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
     case, said, model = Case(rollouts_per_step=4), "nothing", hosts.Optimizer.step
     flags = {"fp32_lm_head": True} if "bypasses" in fault else {}
+    flags |= {"pg_fused_head": "forward"} if "own_pass" in fault else {}
     steps: list = []
     hosts.Optimizer.step = lambda self: steps.append(1) or model(self)
     try:
