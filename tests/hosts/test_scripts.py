@@ -20,7 +20,7 @@ from megatron_pg.hosts.verl import install, options
 from megatron_pg.hosts.verl.samples import samples_of
 from megatron_pg.plan.errors import StepPlanError
 
-ACCEPTED = {"slime": 38, "miles": 31, "verl": 20, "nemo_rl": 148}  # at least
+ACCEPTED = {"slime": 42, "miles": 31, "verl": 20, "nemo_rl": 148}  # at least
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_pg.ArgumentWarning")  # about gspo's clip
 
 

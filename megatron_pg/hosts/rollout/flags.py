@@ -7,6 +7,7 @@ from typing import Any
 from megatron_pg.declarations.objectives import CAP, CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT
 from megatron_pg.flags.option_text import Selection
 from megatron_pg.hosts.startup import Inherited, defaults, flag_of, numbers_of
+from megatron_pg.rollouts.fields import POLICY
 
 _CLIPS = {"eps_clip": CLIP_EPS_LOW.attribute, "eps_clip_high": CLIP_EPS_HIGH.attribute}
 _EPS_CLIP = 0.2  # their default of both
@@ -19,6 +20,8 @@ _UNSUPPORTED = {  # flags whose effect lies in the loss that ours replaces, and 
     "recompute_loss_function": "remove it; --pg-fused-head stores no logits",
     "custom_loss_function_path": "remove it, or remove this loss",
 }
+SFT = "sft"  # our name of the term that --loss-type sft_loss trains
+_ONLY_SFT = [f"{POLICY}:{POLICY},weight=0", f"{SFT}:ce"]
 _OURS = ("pg_", "loss_aggregation", "docs_per_step")  # prefixes of our arguments
 
 
@@ -26,6 +29,11 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     """Our arguments among the host's, unknown names included."""
     known = defaults()
     return {name: value for name, value in vars(args).items() if name in known or name.startswith(_OURS)}
+
+
+def trains_sft(args: argparse.Namespace) -> bool:
+    """Whether every sample is a demonstration."""
+    return args.loss_type == "sft_loss"
 
 
 def inherited(args: argparse.Namespace) -> Iterator[Inherited]:
@@ -48,6 +56,8 @@ def inherited(args: argparse.Namespace) -> Iterator[Inherited]:
         estimator = _ESTIMATORS[args.kl_loss_type] + ("_weighted" if vars(args).get("use_unbiased_kl") else "")
         yield Inherited("--kl-loss-coef", "pg_kl_coef", args.kl_loss_coef)
         yield Inherited(f"--kl-loss-type {args.kl_loss_type}", "pg_kl_estimator", estimator)
+    if trains_sft(args):
+        yield Inherited("--loss-type sft_loss", "pg_term", _ONLY_SFT)
     if args.entropy_coef:
         yield Inherited("--entropy-coef", "pg_entropy_coef", args.entropy_coef)
 
@@ -58,7 +68,7 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
     for name, advice in _UNSUPPORTED.items():
         if (value := options.get(name)) not in (None, False):
             yield f"{flag_of(name)} {'' if value is True else f'{value} '}is not supported by this loss: {advice}"
-    if args.loss_type != "policy_loss":
+    if args.loss_type != "policy_loss" and not trains_sft(args):
         yield f"--loss-type {args.loss_type} is another loss; remove it, or remove this one"
     if options.get("use_critic"):
         yield "--advantage-estimator ppo trains a critic, which this loss does not support. Use grpo."

@@ -63,7 +63,7 @@ class RolloutHost:
             for name, function in (_HOOKS | dict(declaration.hooks)).items()
         }
         self.trainer: Any = None  # a RolloutTrainer, from `init` on
-        self.terms: frozenset[str] = frozenset()  # with their own tokens, from `init` on
+        self.terms: Any = None  # `Terms` of the samples, from `init` on
         self._log = ""  # `module:function` of the host's logger, from `init` on
 
     def checked(self, args: argparse.Namespace) -> CheckedArguments:
@@ -79,7 +79,7 @@ class RolloutHost:
             inherited=rollout_flags.inherited(args),
             refused=[*rollout_flags.refused(args), *self.declaration.refused(args)],
             carried=self.declaration.carried,
-            names_terms=self.declaration.names_terms,
+            names_terms=self.declaration.names_terms or rollout_flags.trains_sft(args),
         )
 
     def init(self, args: argparse.Namespace) -> None:
@@ -99,13 +99,15 @@ class RolloutHost:
             check_signature(declared.version, path, parameters)
         self._log = check_signature(declared.version, declared.log, ("args", "metrics", "step_key"))
         from megatron_pg.hosts.log import HostLog
+        from megatron_pg.hosts.rollout.samples import Terms
         from megatron_pg.hosts.rollout.trainer import SCALING, RolloutTrainer, is_writer
 
         settings, rows = start(declared.name, arguments, scaling=SCALING, says=is_writer())
         log = HostLog(settings, rows, arguments.args.pg_metrics_file, self._to_host(args)) if is_writer() else None
         if settings.head_mode:
             setattr(import_module(passes), _PASSES, self.log_probs)
-        self.terms = Facts(arguments.args).terms_of_samples
+        is_sft, named = rollout_flags.trains_sft(args), Facts(arguments.args).terms_of_samples
+        self.terms = Terms(usual=rollout_flags.SFT) if is_sft else Terms(named=named)
         self.trainer = RolloutTrainer(settings, log, per_token=args.calculate_per_token_loss)
         users = {name: vars(args).get(name) for name in self._hooks} | vars(args).get(_USERS, {})
         setattr(args, _USERS, {name: path for name, path in users.items() if path not in (None, self._hooks[name])})

@@ -89,5 +89,6 @@ def _rollout(args: argparse.Namespace, data: Mapping[str, Any]) -> Rollout:
         old_logprobs="rollout_log_probs" if args.use_rollout_logprobs else "log_probs",
         rewards=None,  # known for the whole rollout only, not by rank
         samples_per_prompt=args.n_samples_per_prompt,
+        terms=HOST.terms,
         row_width=data["max_seq_lens"][0] if args.qkv_format == "bshd" else None,
     )

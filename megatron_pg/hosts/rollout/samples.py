@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +14,19 @@ from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.sample import Sample
 
 # Fields of a sample: their names in the rollout data, which hold this context-parallel rank's parts of the responses.
-_PARTS = {"advantages": "advantages"} | {
+_PARTS = {"advantage": "advantages"} | {
     f"{kind}_logprobs": f"{kind}_log_probs" for kind in ("ref", "rollout", "teacher")
 }
 _READ = ("tokens", "response_lengths", "total_lengths", "loss_masks", "rollout_ids", "sample_indices")
 _SCHEDULE = ("micro_batch_indices", "num_microbatches")
 _SAMPLING_MASK = {"ids": "rollout_top_p_token_ids", "offsets": "rollout_top_p_token_offsets"}
+
+
+class Terms(NamedTuple):
+    """The loss terms of a host's samples."""
+
+    usual: str = POLICY
+    named: Container[str] = ()  # origins that are terms with their own tokens; samples of others are of the usual one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +39,7 @@ class Rollout:
     rewards: Sequence[float] | None  # before normalization
     samples_per_prompt: int  # consecutive in the sampling order
     sources: Sequence[str] | None = None  # the host's name of each sample's origin
-    terms: Container[str] = ()  # origins that are loss terms with their own tokens; others are the objective's
+    terms: Terms
     row_width: int | None = None  # of padded rows (bshd); None: packed (thd)
 
     @property
@@ -59,12 +66,12 @@ class Rollout:
         """Its whole samples; every rank of the context-parallel group must call."""
         data, parts = self.data, {"old_logprobs": self.old_logprobs, **_PARTS}
         known = {name: data[key] for name, key in parts.items() if data.get(key) is not None}
-        if "advantages" not in known:
+        if "advantage" not in known and self.terms.usual == POLICY:
             raise ValueError(
                 "the rollout data have no advantages. Let the trainer compute them (--compute-advantages-and-returns)."
             )
         whole = self._whole(known, context)
-        if self.is_on_policy:
+        if self.is_on_policy and self.terms.usual == POLICY:
             whole["old_logprobs"] = [torch.zeros(int(n)) for n in data["response_lengths"]]
         truncated = data.get("truncated")
         masks = torch.cat([*data["loss_masks"]]).cpu().split([len(mask) for mask in data["loss_masks"]])
@@ -74,7 +81,6 @@ class Rollout:
                 tokens=tokens,
                 response_length=response,
                 loss_mask=mask,
-                advantage=whole["advantages"][i],
                 sample_id=str(index),
                 rollout_id=int(data["rollout_ids"][i]),
                 prompt_id=None if index is None else int(index) // self.samples_per_prompt,
@@ -82,7 +88,7 @@ class Rollout:
                 truncated=None if truncated is None else bool(truncated[i]),
                 term=self._term(i),
                 sampling_mask=self._sampling_mask(i),
-                **{name: values[i] for name, values in whole.items() if name != "advantages"},
+                **{name: values[i] for name, values in whole.items()},
             )
             for i, (tokens, response, mask, index) in enumerate(
                 zip(rows, data["response_lengths"], masks, data["sample_indices"], strict=True)
@@ -90,8 +96,8 @@ class Rollout:
         ]
 
     def _term(self, number: int) -> str:
-        source = POLICY if self.sources is None else self.sources[number]
-        return source if source in self.terms else POLICY
+        source = self.terms.usual if self.sources is None else self.sources[number]
+        return source if source in self.terms.named else self.terms.usual
 
     def _sampling_mask(self, number: int) -> dict[str, Any] | None:
         """The token ids that the engine kept under top-p, where it reports them."""
@@ -107,6 +113,8 @@ class Rollout:
     def _whole(self, parts: Mapping[str, Sequence[Tensor]], group: ProcessGroup) -> dict[str, list[Tensor]]:
         """Whole responses from the parts of all context-parallel ranks: one collective, one host read."""
         totals, responses = self.data["total_lengths"], [int(n) for n in self.data["response_lengths"]]
+        if not parts:
+            return {}
         rows = torch.stack([torch.cat([*values]).double() for values in parts.values()])
         if group.size() > 1:
             layout = "thd" if self.row_width is None else "bshd"

@@ -61,6 +61,7 @@ TERMS = {  # for hosts whose batches contain a teacher's log-probabilities and t
     "their tis": (_CLIP, {"correction": "tis", "correction_low": TIS[0], "correction_high": TIS[1]}),
     "their gspo": (_CLIP, {"objective": "gspo"}),
     "their dual clip": (_CLIP, {"objective": "dual_clip", "numbers": NUMBERS | {"cap": CAP}}),
+    "their sft": ({}, {"objective": "reinforce"}),
 }
 
 
@@ -250,7 +251,8 @@ def expected(found: Sequence[Sample], case: Case, *, on_policy: bool = False) ->
         of_policy, pg_loss = _expected(rollouts, case, case.settings, on_policy=on_policy)
         of_sft, _ = _expected(demonstrations, case, replace(case.settings, objective="reinforce"), advantage=1.0)
         return [own + SFT_WEIGHT * theirs for own, theirs in zip(of_policy, of_sft, strict=True)], pg_loss
-    return _expected(found, case, case.settings, on_policy=on_policy)
+    advantage = 1.0 if case.objective == "their sft" else None
+    return _expected(found, case, case.settings, on_policy=on_policy or advantage is not None, advantage=advantage)
 
 
 def kept_of(sample: Sample) -> list[list[int]]:

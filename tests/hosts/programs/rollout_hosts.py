@@ -52,11 +52,14 @@ TERM_CASES = [
     Case(objective="their tis", aggregation="token_mean", head="forward"),
     Case(objective="their gspo", rollouts_per_step=4),
     Case(objective="their dual clip", rollouts_per_step=4),
+    Case(objective="their sft", rollouts_per_step=4),
+    Case(objective="their sft", aggregation="token_mean", per_token=True, head="scaled_exp"),
 ]
 THEIRS = {  # a case's objective: the host's flags that select it
     "their tis": {"use_tis": True, "tis_clip_low": hosts.TIS[0], "tis_clip": hosts.TIS[1]},
     "their gspo": {"advantage_estimator": "gspo"},
     "their dual clip": {"eps_clip_c": hosts.CAP},
+    "their sft": {"loss_type": "sft_loss", "compute_advantages_and_returns": False},
 }
 OF_MILES = {"opd", *THEIRS}  # whose batches name no loss terms and no sampling masks
 MEASURED = Case(aggregation="constant", objective="kl", rollouts_per_step=4)  # whose metrics are compared

@@ -215,6 +215,9 @@ def train(
     iterators, counts = actor.get_data_iterator(args, [model], data)
     if args.loss_type == "policy_loss" and case.num_steps == 1:
         del data["log_probs"]  # they are the loss's own
+    if not args.compute_advantages_and_returns:
+        for name in ("advantages", "log_probs", "ref_log_probs", "teacher_log_probs"):
+            data.pop(name, None)
     if args.rollout_data_postprocess_path:
         load_function(args.rollout_data_postprocess_path)(args, 0, data)
     model.module.config.finalize_model_grads_func = finalize_model_grads
