@@ -97,6 +97,11 @@ class HostStep:
         """The step's plan; None on pipeline stages without the loss."""
         return None if self._planned is None else self._planned.plan
 
+    def weigh(self, factors: Sequence[Tensor]) -> None:
+        """Multiply the weights of the objective by factors of the host, [R] for each sample's response."""
+        if self._planned is not None and factors:
+            self._planned.fields[0]["corrections"] = torch.cat([*factors]).double()
+
     def slice(
         self,
         members: Sequence[int],

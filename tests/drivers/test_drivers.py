@@ -54,6 +54,7 @@ class Run:
     oracle: dict = field(default_factory=dict)
     layout: dict = field(default_factory=dict)
     is_fused: bool = False  # NeMo-RL's logits are made outside our loss
+    is_padded: bool = False  # in verl
 
 
 OF_64 = {"loss_aggregation": "constant", "loss_aggregation_divisor": 64}
@@ -64,14 +65,16 @@ RUNS = {
     "reducer": Run(
         {"custom_pg_loss_reducer_function_path": "driver_reducers:sums_over_64"}, {"weigh": driver_oracle.constant(64)}
     ),
+    "padded": Run({}, is_padded=True),
     **{name: Run({}, layout={name: 2}) for name in ("tensor", "context", "pipeline")},
 }
-FULL = ("reducer", "tensor", "context", "pipeline")  # in the full tier only
+FULL = ("reducer", "padded", "tensor", "context", "pipeline")  # in the full tier only
 CASES = [
     (version, name)
     for version in CHECKOUTS
     for name, run in RUNS.items()
     if run.ours is not None and (not run.layout or name in LAYOUTS[_host(version)])
+    if _host(version) == "verl" or not run.is_padded
 ]
 
 
@@ -92,7 +95,7 @@ def begin(tmp_path_factory):
             return drive.begin_nemo_rl(folder, inputs, **given), folder
         given["is_fused"] = run.is_fused
         if host == "verl":
-            return drive.begin_verl(folder, inputs, **given), folder
+            return drive.begin_verl(folder, inputs, is_padded=run.is_padded, **given), folder
         return drive.begin_rollout_host(host, folder, inputs, **given), folder
 
     return begin

@@ -56,6 +56,7 @@ class PolicyGradientEngine(_Theirs):
         self._metrics_file = arguments.args.pg_metrics_file
         self._step: HostStep | None = None
         self._places: list[int | None] = []  # index of each row of the mini-batch among the step's samples
+        self._factors: list[Tensor] = []  # of verl's own correction, by sample
         self._report: StepReport  # of the latest step
         self._log: HostLog | None = None
         self._batch, self._ends_batch = 1, True  # the global step, and whether this is its last mini-batch
@@ -96,6 +97,7 @@ class PolicyGradientEngine(_Theirs):
         self._step = HostStep.planned(
             self._settings, lambda: self._samples(data, loss_function), data=self.get_data_parallel_group()
         )
+        self._step.weigh(self._factors)
         self._ends_batch = bool(attribute("verl.utils.tensordict_utils:get")(data, "update_lr_scheduler", True))
         set_value = attribute("verl.utils.tensordict_utils:assign_non_tensor")
         set_value(data, calculate_entropy=self._settings.metrics.needs_entropy or self._settings.terms.reads_entropy)
@@ -141,7 +143,14 @@ class PolicyGradientEngine(_Theirs):
                 "prompt_mean with several mini-batches per batch, which split prompt groups; set "
                 "actor.ppo_mini_batch_size to the size of the batch, or use another aggregation"
             )
-        rows = samples_of(data)
+        rows, weights = samples_of(data), "rollout_is_weights"
+        if weights in data and self._settings.correction.name != "none":
+            raise StepPlanError(
+                f"algorithm.rollout_correction.rollout_is and pg_correction {self._settings.correction.name} both "
+                "weigh tokens. Remove one of them."
+            )
+        factors = data[weights].cpu().unbind() if weights in data else ()
+        self._factors = [factor for row, factor in zip(rows, factors, strict=False) if row is not None]
         counted: Iterator[int] = iter(range(len(rows)))
         self._places = [None if row is None else next(counted) for row in rows]
         return [row for row in rows if row is not None]

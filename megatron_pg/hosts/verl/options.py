@@ -58,7 +58,7 @@ _AGGREGATIONS = {
     _SUM_NORM: "constant",
 }
 _ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-_REFUSED = ("dynamic_context_parallel", "vanilla_mbridge", "use_megatron_fsdp")  # of the engine
+_REFUSED = ("dynamic_context_parallel", "use_megatron_fsdp")  # of the engine
 _NOT_RUN = "was not run with megatron_pg. Set it to False."
 
 
@@ -201,8 +201,6 @@ def _refused(engine: Any, model: Any, given: Mapping[str, Any]) -> Iterator[str]
     for name in _REFUSED:
         if getattr(engine, name, False):
             yield f"megatron.{name}=True {_NOT_RUN}"
-    if not engine.use_remove_padding:
-        yield "model.use_remove_padding=False was not run with megatron_pg. Set it to True."
     if model.mtp.enable:
         yield f"model.mtp.enable=True {_NOT_RUN}"
     if (value := given.get("pg_temperature", 1.0)) != 1.0:

@@ -132,16 +132,22 @@ def begin_verl(
     is_fused: bool = False,
     rollouts: int = ROLLOUTS,
     checkpoints: Path | None = None,
+    is_padded: bool = False,
 ) -> subprocess.Popen:
     """verl's `main_ppo`, with our loss and these options of it, or with verl's own loss.
 
-    With `checkpoints` it continues from the latest one, and saves one after each rollout.
+    With `checkpoints` it continues from the latest one, and saves one after each rollout. `is_padded`: padded rows, and
+    a model from mbridge, as verl's scripts for Qwen3.5 have them.
     """
     changes = {
         "trainer.total_training_steps": rollouts,
         "data": {"train_files": inputs / "train.parquet", "val_files": inputs / "train.parquet"},
-        "actor_rollout_ref.model": {"path": inputs / "model", "use_fused_kernels": is_fused},
-        "actor_rollout_ref.actor.megatron": sizes(layout),
+        "actor_rollout_ref.model": {
+            "path": inputs / "model",
+            "use_fused_kernels": is_fused,
+            "use_remove_padding": not is_padded,
+        },
+        "actor_rollout_ref.actor.megatron": sizes(layout) | {"vanilla_mbridge": is_padded},
         "hydra.run.dir": folder / "hydra",
     }
     if checkpoints is not None:

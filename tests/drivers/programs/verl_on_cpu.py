@@ -15,7 +15,7 @@ COLUMNS = {  # of a mini-batch, by the recorder's names
     "old": "old_log_probs",
     "rollout": "rollout_log_probs",
 }
-ABSENT = ("transformer_engine", "megatron.bridge", "nvtx")
+ABSENT = ("transformer_engine", "mbridge", "megatron.bridge", "nvtx")
 
 
 def prepare() -> None:
@@ -110,7 +110,7 @@ class Provider(SimpleNamespace):
     fp16 = bf16 = sequence_parallel = share_embeddings_and_output_weights = False
 
     def apply_overrides_and_finalize(self, dtype: Any = None, overrides: Any = None) -> None:
-        self.dtype, self.overrides = dtype, dict(overrides)
+        self.dtype = dtype
 
     def provide_distributed_model(self, wrap_with_ddp: bool = True, ddp_config: Any = None, **rest: Any) -> list:
         from megatron.core import parallel_state
@@ -129,10 +129,11 @@ class Provider(SimpleNamespace):
 
     def _config(self) -> Any:
         import torch
+        from megatron.core import parallel_state
         from megatron.core.transformer import TransformerConfig
 
-        names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-        sizes = {name: self.overrides[name] for name in names}
+        names = ("tensor_model_parallel", "context_parallel", "pipeline_model_parallel")
+        sizes = {f"{name}_size": getattr(parallel_state, f"get_{name}_world_size")() for name in names}
         stages = sizes["pipeline_model_parallel_size"]
         return TransformerConfig(
             num_layers=stages,
@@ -174,6 +175,28 @@ class AutoBridge:
         yield from toy.whole(chunks).items()
 
 
+class VanillaBridge(Provider):
+    """A stand-in of mbridge, verl's older way to the same models."""
+
+    @classmethod
+    def from_config(cls, hf_config: Any, dtype: Any = None) -> "VanillaBridge":
+        made = cls(dtype=dtype)
+        made.config = made._config()
+        return made
+
+    def set_extra_args(self, **overrides: Any) -> None:
+        pass
+
+    def get_model(self, wrap_with_ddp: bool = True, ddp_config: Any = None, **rest: Any) -> list:
+        return self.provide_distributed_model(wrap_with_ddp, create_ddp_config(wrap_with_ddp, **(ddp_config or {})))
+
+    def load_weights(self, *rest: Any) -> None:
+        pass
+
+    def export_weights(self, chunks: Any) -> Any:
+        yield from toy.whole(chunks).items()
+
+
 def create_ddp_config(
     wrap_with_ddp: bool = True, use_distributed_optimizer: bool = False, overrides: Any = None, **rest: Any
 ) -> Any:
@@ -185,6 +208,7 @@ def create_ddp_config(
 
 
 BRIDGE = {
+    "mbridge": {"AutoBridge": VanillaBridge},
     "megatron.bridge": {"AutoBridge": AutoBridge},
     "megatron.bridge.training.utils.config_utils": {"create_ddp_config": create_ddp_config},
     "megatron.bridge.training.utils.train_utils": {
