@@ -27,7 +27,10 @@ class HostLossError(ValueError):
     """A host has trained a step without this loss or with a part of it, or its data have an unsupported form."""
 
     def __init__(self, problem: str, fix: str = "Use a release of the trainer that docs/hosts lists."):
-        super().__init__(f"{problem} {fix}")
+        super().__init__(problem, fix)  # as Ray makes it again in the driver
+
+    def __str__(self) -> str:
+        return " ".join(self.args)
 
 
 class HostStep:

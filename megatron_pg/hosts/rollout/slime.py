@@ -1,4 +1,4 @@
-"""slime: the loss uses documented hooks only."""
+"""slime: documented hooks, and one function of its loss module that has no hook with the same flow."""
 
 import argparse
 from collections.abc import Mapping
