@@ -46,6 +46,7 @@ class Declaration:
     version: str  # that the adapter was run with
     signatures: Mapping[str, Sequence[str]]  # parameters of the functions that the adapter uses, by `module:name`
     log: str  # of the logger, as in `check_signature`
+    rollouts_per_step: str  # key of its data
     carried: Collection[str] = ("old_logprobs", "ref_logprobs", "teacher_logprobs")  # fields its batches can contain
     names_terms: bool = False  # whether samples name their loss term
     hooks: Mapping[str, str] = field(default_factory=dict)  # further hooks: functions of our module
@@ -148,6 +149,19 @@ class RolloutHost:
             kept_offsets=top_p_token_offsets,
         )
         return self.declaration.returned(self.trainer.logprobs(responses, logits, with_entropy=with_entropy))
+
+    def rollout(self, args: argparse.Namespace, data: Mapping[str, Any]) -> Any:
+        """A `Rollout` from the host's data."""
+        from megatron_pg.hosts.rollout.samples import Rollout
+
+        return Rollout(
+            data=data,
+            rollouts_per_step=self.declaration.rollouts_per_step,
+            old_logprobs="rollout_log_probs" if args.use_rollout_logprobs else "log_probs",
+            samples_per_prompt=args.n_samples_per_prompt,
+            terms=self.terms,
+            row_width=data["max_seq_lens"][0] if vars(args).get("qkv_format") == "bshd" else None,
+        )
 
     def before_train_step(self, args: argparse.Namespace, *step: Any) -> None:
         """The host's `--custom-megatron-before-train-step-hook-path`."""

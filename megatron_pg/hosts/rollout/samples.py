@@ -36,9 +36,7 @@ class Rollout:
     data: Mapping[str, Any]
     rollouts_per_step: str  # key of N of each optimizer step
     old_logprobs: str  # key of the sampling policy's log-probabilities; without them the step is on-policy
-    rewards: Sequence[float] | None  # before normalization
     samples_per_prompt: int  # consecutive in the sampling order
-    sources: Sequence[str] | None = None  # the host's name of each sample's origin
     terms: Terms
     row_width: int | None = None  # of padded rows (bshd); None: packed (thd)
 
@@ -73,7 +71,7 @@ class Rollout:
         whole = self._whole(known, context)
         if self.is_on_policy and self.terms.usual == POLICY:
             whole["old_logprobs"] = [torch.zeros(int(n)) for n in data["response_lengths"]]
-        truncated = data.get("truncated")
+        truncated, rewards = data.get("truncated"), data.get("local_raw_reward")  # before normalization
         masks = torch.cat([*data["loss_masks"]]).cpu().split([len(mask) for mask in data["loss_masks"]])
         rows = torch.cat([*data["tokens"]]).cpu().split([len(tokens) for tokens in data["tokens"]])
         return [
@@ -84,7 +82,7 @@ class Rollout:
                 sample_id=str(index),
                 rollout_id=int(data["rollout_ids"][i]),
                 prompt_id=None if index is None else int(index) // self.samples_per_prompt,
-                reward=None if self.rewards is None else float(self.rewards[i]),
+                reward=None if rewards is None else float(rewards[i]),
                 truncated=None if truncated is None else bool(truncated[i]),
                 term=self._term(i),
                 sampling_mask=self._sampling_mask(i),
@@ -96,8 +94,8 @@ class Rollout:
         ]
 
     def _term(self, number: int) -> str:
-        source = self.terms.usual if self.sources is None else self.sources[number]
-        return source if source in self.terms.named else self.terms.usual
+        sources = self.data.get("source_names")
+        return sources[number] if sources and sources[number] in self.terms.named else self.terms.usual
 
     def _sampling_mask(self, number: int) -> dict[str, Any] | None:
         """The token ids that the engine kept under top-p, where it reports them."""

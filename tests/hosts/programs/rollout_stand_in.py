@@ -212,6 +212,8 @@ def train(
         load_function(args.custom_megatron_before_log_prob_hook_path)(args, [model], "")
         model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
     data = rollout(case, found, args.qkv_format)
+    if host == "miles":  # which has neither
+        del data["local_raw_reward"], data["source_names"]
     iterators, counts = actor.get_data_iterator(args, [model], data)
     if args.loss_type == "policy_loss" and case.num_steps == 1:
         del data["log_probs"]  # they are the loss's own
