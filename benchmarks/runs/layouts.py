@@ -21,6 +21,7 @@ SHARDED = (
 TERMS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 DOCUMENTS = ("--docs-per-step", "256")
 ENGINE = ("--transformer-impl", "transformer_engine")
+SEQUENCES = ("--pg-objective", "gspo", "--pg-clip-eps-low", "1", "--pg-clip-eps-high", "1e6")  # no bound for noise
 DYNAMIC = {"DYNAMIC_CP": "1"}  # layout_run.py reads it
 
 
@@ -82,9 +83,9 @@ OF_THE_LOSS = {  # processes, environment, further flags, what it is compared wi
     "PP2": (2, {"PP": "2"}, (), "1 GPU"),
     "PP2, two virtual stages": (2, {"PP": "2"}, ("--num-layers-per-virtual-pipeline-stage", "1"), "1 GPU"),
     "CP2": (2, {"CP": "2"}, (), "1 GPU"),
-    "DP2, gspo": (2, {}, ("--pg-objective", "gspo"), "1 GPU, gspo"),
-    "1 GPU, gspo": (1, {}, ("--pg-objective", "gspo"), "1 GPU, gspo"),
-    "CP2, gspo": (2, {"CP": "2"}, ("--pg-objective", "gspo"), "1 GPU, gspo"),
+    "DP2, gspo": (2, {}, SEQUENCES, "1 GPU, gspo"),
+    "1 GPU, gspo": (1, {}, SEQUENCES, "1 GPU, gspo"),
+    "CP2, gspo": (2, {"CP": "2"}, SEQUENCES, "1 GPU, gspo"),
     "1 GPU, 4 experts": (1, {}, EXPERTS, "1 GPU, 4 experts"),
     "EP2, 4 experts": (2, {"EP": "2"}, EXPERTS, "1 GPU, 4 experts"),
     "EP2, 4 experts, overlapped": (2, {"EP": "2", **TERMS}, OVERLAPPED, "EP2, 4 experts"),

@@ -27,7 +27,7 @@ from records import FAILED, NOT_RUN, OUT_OF_TIME, Deadline, error_in
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240  # of a case, at most: its start, and the timeout of a collective
-NAMED = "LostPeerError"
+NAMED, ABORTED = "LostPeerError", "SIGABRT, "  # over NCCL, torch ends a process after the error was printed
 
 
 def begin(case: Case, rank: int, folder: Path, port: int, backend: str) -> subprocess.Popen:
@@ -64,7 +64,7 @@ def run(case: Case, out: Path, backend: str, seconds: float) -> dict[str, object
 def result_of(case: Case, folder: Path, codes: dict[int, int], last: float) -> dict[str, object]:
     """A row: how many survivors have the named error, what each ended with, and seconds from the fault to the last."""
     ends = {rank: end_of(folder / f"{rank}.err", codes.get(rank)) for rank in case.survivors}
-    named = sum(end.startswith(NAMED) and codes[rank] == 1 for rank, end in ends.items())
+    named = sum(end.removeprefix(ABORTED).startswith(NAMED) for end in ends.values())
     lost_at, shown = folder / "lost_at", "; ".join(f"rank {rank}: {end}" for rank, end in ends.items())
     if not lost_at.exists():
         return {"case": case.name, FAILED: f"no rank was lost; {shown}"}

@@ -102,6 +102,7 @@ _SHOWN = {
     "kl_new_old": ".1e",
     "clipped_ratio_fraction": ".3f",
     "grad_norm": ".3g",
+    "step_seconds": ".1f",
 }
 
 

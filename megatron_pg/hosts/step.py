@@ -14,13 +14,13 @@ from torch.distributed import ProcessGroup
 from megatron_pg.batch import LocalBatch, pack, pack_row
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.lm_head.output_layer import HeadCall
-from megatron_pg.plan.errors import lost_peer_named
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.findings import StepReport, gather_found, report_of
 from megatron_pg.step.loss import Diagnostics, microbatch_head_loss, microbatch_logprobs_loss, microbatch_loss
+from megatron_pg.step.lost_peers import lost_peer_named
 
 
 class HostLossError(ValueError):

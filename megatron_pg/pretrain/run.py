@@ -26,7 +26,6 @@ from megatron.training.global_vars import get_args
 from megatron_pg.args import ArgumentError, ArgumentWarning, add_arguments, checkpoint_changes, validate_args
 from megatron_pg.flags.banner import describe, in_force
 from megatron_pg.plan.documents import Documents, EndOfDocuments
-from megatron_pg.plan.errors import lost_peer_named
 from megatron_pg.pretrain.data import checked_data
 from megatron_pg.pretrain.documents import RunDocuments
 from megatron_pg.pretrain.errors import ON_EVERY_RANK, raise_on_every_rank, report_when_shown, shown_once
@@ -36,6 +35,7 @@ from megatron_pg.step.experts import RoutingReplay
 from megatron_pg.step.findings import StepReport
 from megatron_pg.step.forward_step import PolicyGradientStep
 from megatron_pg.step.log import StepLog
+from megatron_pg.step.lost_peers import lost_peer_named
 
 _INTERRUPTED = 130  # exit code of a process that Ctrl-C has ended: 128 and the signal's number
 

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, PackedBatch, local_experts
 from megatron_pg.plan.documents import DocumentAccumulator, EndOfDocuments, StepDocuments, schedulable_count
-from megatron_pg.plan.errors import ScheduleError, StepPlanError, lost_peer_named
+from megatron_pg.plan.errors import ScheduleError, StepPlanError
 from megatron_pg.plan.plan import StepPlan, check_count
 from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings
@@ -52,6 +52,7 @@ from megatron_pg.step.experts import (
 )
 from megatron_pg.step.findings import StepFindings, StepReport, before_finalize, gather_found, report_of
 from megatron_pg.step.loss_scaling import LossScaling
+from megatron_pg.step.lost_peers import lost_peer_named
 from megatron_pg.step.model_loss import ModelLoss
 from megatron_pg.step.schedule import ScheduleCall
 

@@ -54,10 +54,14 @@ class Run:
     oracle: dict = field(default_factory=dict)
     layout: dict = field(default_factory=dict)
     is_fused: bool = False  # NeMo-RL's logits are made outside our loss
-    is_padded: bool = False  # in verl
+    more: dict = field(default_factory=dict)  # options of verl
 
 
 OF_64 = {"loss_aggregation": "constant", "loss_aggregation_divisor": 64}
+PADDED = {  # padded rows and a model from mbridge, as verl's scripts for Qwen3.5 have them
+    "actor_rollout_ref.model.use_remove_padding": False,
+    "actor_rollout_ref.actor.megatron.vanilla_mbridge": True,
+}
 RUNS = {
     "own": Run(None),
     "ours": Run({}),
@@ -65,7 +69,7 @@ RUNS = {
     "reducer": Run(
         {"custom_pg_loss_reducer_function_path": "driver_reducers:sums_over_64"}, {"weigh": driver_oracle.constant(64)}
     ),
-    "padded": Run({}, is_padded=True),
+    "padded": Run({}, more=PADDED),
     **{name: Run({}, layout={name: 2}) for name in ("tensor", "context", "pipeline")},
 }
 FULL = ("reducer", "padded", "tensor", "context", "pipeline")  # in the full tier only
@@ -74,7 +78,7 @@ CASES = [
     for version in CHECKOUTS
     for name, run in RUNS.items()
     if run.ours is not None and (not run.layout or name in LAYOUTS[_host(version)])
-    if _host(version) == "verl" or not run.is_padded
+    if _host(version) == "verl" or not run.more
 ]
 
 
@@ -95,7 +99,7 @@ def begin(tmp_path_factory):
             return drive.begin_nemo_rl(folder, inputs, **given), folder
         given["is_fused"] = run.is_fused
         if host == "verl":
-            return drive.begin_verl(folder, inputs, is_padded=run.is_padded, **given), folder
+            return drive.begin_verl(folder, inputs, **({"more": run.more} | given)), folder
         return drive.begin_rollout_host(host, folder, inputs, **given), folder
 
     return begin
@@ -183,10 +187,14 @@ def test_a_resumed_run_continues_its_file(begin, version, full, tmp_path, eviden
     if not full:
         pytest.skip("in the full tier")
     """NeMo-RL's loss writes no file."""
-    ours, checkpoints = {"pg_metrics_file": tmp_path / "metrics.jsonl"}, tmp_path / "checkpoints"
+    ours, checkpoints = {"pg_metrics_file": tmp_path / "metrics.jsonl"}, {"checkpoints": tmp_path / "checkpoints"}
+    if _host(version) == "verl":
+        of_trainer = {"default_local_dir": checkpoints["checkpoints"], "save_freq": 1}
+        of_actor = {"actor_rollout_ref.actor.checkpoint.save_contents": "[model]"}
+        checkpoints = {"more": {"trainer": of_trainer} | of_actor}
     weights = None
     for rollouts in (1, 2):
-        process, folder = begin(version, "ours", ours=ours, rollouts=rollouts, checkpoints=checkpoints)
+        process, folder = begin(version, "ours", ours=ours, rollouts=rollouts, **checkpoints)
         drive.wait_for(process, folder)
         lines = processes.records(tmp_path / "metrics.jsonl")
         assert [line["iteration"] for line in lines] == [*range(1, rollouts * drive.STEPS_PER_ROLLOUT + 1)]

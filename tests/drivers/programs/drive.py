@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import on_cpu
+import job
 import processes
 
 PROGRAMS = Path(__file__).parent
@@ -68,10 +68,10 @@ def options(values: Mapping[str, object], prefix: str = "") -> list[str]:
     return words
 
 
-def write_inputs(folder: Path) -> Path:
-    """Model, prompts and rollouts that the hosts read; returns the folder."""
+def write_inputs(folder: Path, **more: object) -> Path:
+    """Model, prompts and rollouts that the hosts read, with these arguments of `inputs.write`; returns the folder."""
     prompts = [[(7 * number + place) % 61 for place in range(4)] for number in range(32)]
-    code = f"import inputs; inputs.write({str(folder)!r}, {prompts}, {PROMPTS}, {GROUP})"
+    code = f"import inputs; inputs.write({str(folder)!r}, {prompts}, {PROMPTS}, {GROUP}, **{more!r})"
     environment = processes.environment(PROGRAMS) | SETTINGS
     subprocess.run([str(PYTHON), "-c", code], env=environment, check=True)
     return folder
@@ -87,7 +87,7 @@ VERL = {
         "val_before_train": False,
         "test_freq": -1,
         "save_freq": -1,
-        "n_gpus_per_node": on_cpu.GPUS,
+        "n_gpus_per_node": job.GPUS,
         "nnodes": 1,
         "balance_batch": False,
         "total_epochs": 1000,
@@ -118,7 +118,7 @@ VERL = {
         "ppo_max_token_len_per_gpu": 64,
         "optim.lr": 1e-2,
     },
-    **{f"{'' if name == 'num_cpus' else '+'}ray_kwargs.ray_init.{name}": value for name, value in on_cpu.RAY.items()},
+    **{f"{'' if name == 'num_cpus' else '+'}ray_kwargs.ray_init.{name}": value for name, value in job.RAY.items()},
 }
 
 
@@ -131,34 +131,23 @@ def begin_verl(
     layout: Mapping[str, int] = {},
     is_fused: bool = False,
     rollouts: int = ROLLOUTS,
-    checkpoints: Path | None = None,
-    is_padded: bool = False,
+    more: Mapping[str, object] = {},
+    **settings: str,
 ) -> subprocess.Popen:
-    """verl's `main_ppo`, with our loss and these options of it, or with verl's own loss.
-
-    With `checkpoints` it continues from the latest one, and saves one after each rollout. `is_padded`: padded rows, and
-    a model from mbridge, as verl's scripts for Qwen3.5 have them.
-    """
+    """verl's `main_ppo`, with our loss and these options of it, or with verl's own loss; `more` options of verl."""
     changes = {
         "trainer.total_training_steps": rollouts,
         "data": {"train_files": inputs / "train.parquet", "val_files": inputs / "train.parquet"},
-        "actor_rollout_ref.model": {
-            "path": inputs / "model",
-            "use_fused_kernels": is_fused,
-            "use_remove_padding": not is_padded,
-        },
-        "actor_rollout_ref.actor.megatron": sizes(layout) | {"vanilla_mbridge": is_padded},
+        "actor_rollout_ref.model": {"path": inputs / "model", "use_fused_kernels": is_fused},
+        "actor_rollout_ref.actor.megatron": sizes(layout),
         "hydra.run.dir": folder / "hydra",
     }
-    if checkpoints is not None:
-        changes["trainer"] = {"default_local_dir": checkpoints, "save_freq": 1}
-        changes["actor_rollout_ref.actor.checkpoint.save_contents"] = "[model]"
-    words = options(VERL) + options(changes)
+    words = options(VERL) + options(changes) + options(more)
     if ours is not None:
         words.append("actor_rollout_ref.model.external_lib=megatron_pg.verl")
         words += [f"+{OPTIONS_OF_VERL}.{name}={value}" for name, value in {**METRICS_FILE, **ours}.items()]
     command = ["-m", "verl.trainer.main_ppo", "--config-name=ppo_megatron_trainer", *words]
-    return begin("verl", folder, command, *([checkout] if checkout else []), VERL_ENGINE_DEVICE="cuda")
+    return begin("verl", folder, command, *([checkout] if checkout else []), VERL_ENGINE_DEVICE="cuda", **settings)
 
 
 # --- slime and miles ---
@@ -168,7 +157,7 @@ ROLLOUT_HOST = {
     "n_samples_per_prompt": GROUP,
     "global_batch_size": PROMPTS * GROUP // STEPS_PER_ROLLOUT,
     "actor_num_nodes": 1,
-    "actor_num_gpus_per_node": on_cpu.GPUS,
+    "actor_num_gpus_per_node": job.GPUS,
     "hidden_size": 16,
     "num_attention_heads": 2,
     "ffn_hidden_size": 32,
@@ -211,10 +200,14 @@ def begin_rollout_host(
     is_fused: bool = False,
     rollouts: int = ROLLOUTS,
     checkpoints: Path | None = None,
+    more: Mapping[str, object] = {},
+    without: Sequence[str] = (),
+    **settings: str,
 ) -> subprocess.Popen:
     """The `train.py` of slime or miles, started by our launcher with these flags, or by itself.
 
-    With `checkpoints` it continues from the latest one, and saves one after each rollout.
+    `more` are flags of the host, None for a switch; it is not given those named in `without`. With `checkpoints` it
+    continues from the latest one, and saves one after each rollout.
     """
     start = inputs / ("model" if host == "slime" else "empty")
     values = ROLLOUT_HOST | sizes(layout)
@@ -225,10 +218,15 @@ def begin_rollout_host(
         values |= {"load": checkpoints, "save": checkpoints, "save_interval": 1, "ref_load": start}
     if ours is not None:
         values |= METRICS_FILE | ours | ({"pg_fused_head": "forward"} if is_fused else {})
-    words = [word for name, value in values.items() for word in (flag(name), str(value))]
-    switches = [flag(name) for name in (*SWITCHES, *(RESUMED if checkpoints is not None else ()))]
+    values |= dict.fromkeys((*SWITCHES, *(RESUMED if checkpoints is not None else ()))) | dict(more)
+    words = [
+        word
+        for name, value in values.items()
+        if name not in without
+        for word in (flag(name), *([] if value is None else [str(value)]))
+    ]
     launcher = [] if ours is None else ["-m", f"megatron_pg.{host}"]
-    return begin(host, folder, [*launcher, str(checkout / "train.py"), *words, *switches], checkout)
+    return begin(host, folder, [*launcher, str(checkout / "train.py"), *words], checkout, **settings)
 
 
 def flag(name: str) -> str:
@@ -270,7 +268,7 @@ NEMO_RL = {
         "num_workers": 0,
     },
     "env.math.num_workers": 1,
-    "cluster.gpus_per_node": on_cpu.GPUS,
+    "cluster.gpus_per_node": job.GPUS,
 }
 
 

@@ -3,39 +3,53 @@
 import json
 from pathlib import Path
 
+SHAPE = {  # of transformers' LlamaConfig
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+LENGTHS = (2, 8)  # of responses
 
-def write(folder: str, prompts: list[list[int]], num_prompts: int, group: int) -> None:
-    """Everything; a rollout has `group` samples of each of `num_prompts` prompts."""
+
+def write(
+    folder: str,
+    prompts: list[list[int]],
+    num_prompts: int,
+    group: int,
+    *,
+    shape: dict = SHAPE,
+    lengths: tuple[int, int] = LENGTHS,
+    logprob: float = -4.1,
+) -> None:
+    """Everything; a rollout has `group` samples of each of `num_prompts` prompts, and one log-probability."""
     place = Path(folder)
     (place / "empty").mkdir()  # where miles looks for a checkpoint
-    write_model(place / "model")
+    write_model(place / "model", shape)
     write_verl_prompts(place / "train.parquet", prompts)
-    write_rollouts(place, prompts[:num_prompts], group)
+    write_rollouts(place, prompts[:num_prompts], group, shape["vocab_size"] - 4, lengths, logprob)
     write_nemo_rl_prompts(place, prompts)
 
 
-def write_model(folder: Path) -> None:
-    """A tokenizer of 64 words, and the configuration of a model that no run builds."""
+def write_model(folder: Path, shape: dict) -> None:
+    """A tokenizer of as many words as the vocabulary has, and the configuration of a model that no run builds."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-    words = {f"w{number}": number for number in range(61)} | {"\n": 61, "<pad>": 62, "<eos>": 63}
+    special = ("\n", "<pad>", "<eos>")
+    names = [f"w{number}" for number in range(shape["vocab_size"] - len(special))]
+    words = {word: number for number, word in enumerate([*names, *special])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "w0"}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    roles = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "w0"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles)
     fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     fast.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-    )
+    config = LlamaConfig(**shape)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
 
@@ -57,7 +71,9 @@ def write_verl_prompts(path: Path, prompts: list[list[int]]) -> None:
     pandas.DataFrame(rows).to_parquet(path)
 
 
-def write_rollouts(folder: Path, prompts: list[list[int]], group: int) -> None:
+def write_rollouts(
+    folder: Path, prompts: list[list[int]], group: int, words: int, lengths: tuple[int, int], logprob: float
+) -> None:
     """Two rollouts in the form in which slime and miles store theirs."""
     import random
 
@@ -67,7 +83,7 @@ def write_rollouts(folder: Path, prompts: list[list[int]], group: int) -> None:
     for number in range(2):
         samples = []
         for index in range(len(prompts) * group):
-            response = [source.randrange(60) for _ in range(source.randrange(2, 8))]
+            response = [source.randrange(words) for _ in range(source.randrange(*lengths))]
             samples.append(
                 {
                     "group_index": index // group,
@@ -81,7 +97,7 @@ def write_rollouts(folder: Path, prompts: list[list[int]], group: int) -> None:
                     "loss_mask": [1] * len(response),
                     "status": "completed",
                     "metadata": {},
-                    "rollout_log_probs": [-4.1] * len(response),
+                    "rollout_log_probs": [logprob] * len(response),
                     "multimodal_inputs": None,
                 }
             )

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import job
 import nemo_rl_bridge
 import on_cpu
 import toy
@@ -35,7 +36,7 @@ def prepare() -> None:
 
     typing.TypedDict = typing_extensions.TypedDict  # pydantic asks for it below Python 3.12
     parser = {"math_verify.metric": {"math_metric": reward}, "math_verify.errors": {"TimeoutException": TimeoutError}}
-    on_cpu.prepare(
+    job.prepare(
         ABSENT,
         nemo_rl_bridge.CONTENTS | parser,
         {
@@ -91,7 +92,7 @@ def _pretend_gpus(ray: ModuleType) -> None:
     def start(address: str | None = None, **given: Any) -> Any:
         if address == "auto":
             raise ConnectionError
-        started = init(address, **(given | on_cpu.RAY))
+        started = init(address, **(given | job.RAY))
         os.environ["RAY_ADDRESS"] = started.address_info["address"]  # else another job's Ray is an error
         return started
 

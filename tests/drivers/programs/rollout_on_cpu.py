@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-import on_cpu
-import toy
+import job
 
 ABSENT = (
-    *("sglang", "sglang_router", "megatron.bridge", "torch_memory_saver", "mooncake", "transformer_engine"),
+    *("sglang", "sglang_router", "megatron.bridge", "torch_memory_saver", "mooncake", "transformer_engine", "wandb"),
     "megatron.training.tokenizer",  # which megatron-core 0.17.1 lacks
 )
 COLUMNS = {  # of a micro-batch, by the recorder's names
@@ -44,14 +43,14 @@ def prepare(host: str, *, data: str, absent: Sequence[str] = (), contents: Mappi
         data: _record_samples,
         **after,
     }
-    on_cpu.prepare([*ABSENT, *absent], held | dict(contents), changes)
+    job.prepare([*ABSENT, *absent], held | dict(contents), changes)
 
 
 def _start_ray(groups: ModuleType) -> None:
     import ray
 
     if not ray.is_initialized():
-        ray.init(**on_cpu.RAY)
+        ray.init(**job.RAY)
 
 
 def _set_older_names(arguments: ModuleType) -> None:
@@ -70,14 +69,12 @@ def _set_older_names(arguments: ModuleType) -> None:
 
 
 def _record_samples(data: ModuleType) -> None:
-    import recorder
-
     take = data.DataIterator.get_next
 
     def get_next(self: Any, keys: Sequence[str]) -> dict:
         batch = take(self, keys)
         if "advantages" in keys:  # the pass that trains
-            recorder.add_samples(**{name: batch[column] for name, column in COLUMNS.items()})
+            job.recorder.add_samples(**{name: batch[column] for name, column in COLUMNS.items()})
         return batch
 
     data.DataIterator.get_next = get_next
@@ -89,4 +86,4 @@ def provide(pre_process: bool = True, post_process: bool = True, vp_stage: int |
     from megatron.training.arguments import core_transformer_config_from_args
 
     config = core_transformer_config_from_args(get_args())
-    return toy.build(config, pre_process=pre_process, post_process=post_process)
+    return job.model.build(config, pre_process=pre_process, post_process=post_process)

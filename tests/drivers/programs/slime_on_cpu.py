@@ -3,6 +3,7 @@
 from types import ModuleType
 from typing import Any
 
+import job
 import rollout_on_cpu
 
 
@@ -24,7 +25,7 @@ def prepare() -> None:
         data="slime.backends.megatron_utils.data",
         contents={"sglang.srt.server_args": {"ServerArgs": rollout_on_cpu.RouterArgs}},
         after={
-            "slime.utils.accelerator": _name_the_cpu,
+            **({} if job.IS_ON_GPU else {"slime.utils.accelerator": _name_the_cpu}),
             "slime.backends.megatron_utils.hf_to_megatron": _load_nothing,
             "slime.backends.megatron_utils.initialize": _show_older_numpy,
         },

@@ -9,6 +9,7 @@ from typing import Any
 
 VOCABULARY, WIDTH, LENGTH = 64, 16, 128
 WEIGHTS = "toy.pt"  # in a checkpoint's folder
+SHAPE = {"hidden_size": WIDTH, "num_attention_heads": 2, "num_query_groups": 2}  # TransformerConfig's
 
 
 def build(config: Any, **stage: bool) -> Any:
@@ -37,6 +38,11 @@ def build(config: Any, **stage: bool) -> Any:
     for name, weight in model.named_parameters():
         weight.data.copy_(_shard(initial(name)))
     return model
+
+
+def in_dtype(model: Any, config: Any) -> Any:
+    """The model in the dtype of its parameters."""
+    return model.to(config.params_dtype)
 
 
 def initial(name: str) -> Any:

@@ -5,6 +5,7 @@ import itertools
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import job
 import on_cpu
 import toy
 
@@ -20,16 +21,11 @@ ABSENT = ("transformer_engine", "mbridge", "megatron.bridge", "nvtx")
 
 def prepare() -> None:
     """Called before verl is imported."""
-    from torch import distributed
-    from torch.distributed import device_mesh
-
-    mesh = device_mesh.init_device_mesh
-    device_mesh.init_device_mesh = distributed.init_device_mesh = lambda kind, *rest, **more: mesh("cpu", *rest, **more)
-    on_cpu.prepare(
+    job.prepare(
         ABSENT,
         BRIDGE,
         {
-            "verl.single_controller.base.decorator": _enter_modes,
+            **({} if job.IS_ON_GPU else _of_a_cpu()),
             "verl.workers.rollout.base": _add_rollout,
             "verl.workers.rollout.replica": _add_replica,
             "verl.workers.engine.megatron.transformer_impl": _record_samples,
@@ -38,6 +34,15 @@ def prepare() -> None:
             "verl.trainer.ppo.v1.replay_buffer": _sort_samples,
         },
     )
+
+
+def _of_a_cpu() -> dict:
+    from torch import distributed
+    from torch.distributed import device_mesh
+
+    mesh = device_mesh.init_device_mesh
+    device_mesh.init_device_mesh = distributed.init_device_mesh = lambda kind, *rest, **more: mesh("cpu", *rest, **more)
+    return {"verl.single_controller.base.decorator": _enter_modes}
 
 
 def _enter_modes(decorators: ModuleType) -> None:
@@ -60,13 +65,11 @@ def _add_replica(replicas: ModuleType) -> None:
 
 
 def _record_samples(engines: ModuleType) -> None:
-    import recorder
-
     run = engines.MegatronEngine.forward_backward_batch
 
     def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         if not forward_only:
-            recorder.add_samples(**{name: data[column].unbind() for name, column in COLUMNS.items()})
+            job.recorder.add_samples(**{name: data[column].unbind() for name, column in COLUMNS.items()})
         return run(self, data, loss_function, forward_only)
 
     engines.MegatronEngine.forward_backward_batch = forward_backward_batch
@@ -117,11 +120,12 @@ class Provider(SimpleNamespace):
         from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 
         config = self._config()
-        model = toy.build(
+        model = job.model.build(
             config,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
-        ).to(self.dtype)
+        )
+        model = job.model.in_dtype(model, config)
         if wrap_with_ddp and ddp_config is not None:
             config.finalize_model_grads_func = finalize_model_grads
             model = DistributedDataParallel(config, ddp_config, model)
@@ -136,11 +140,7 @@ class Provider(SimpleNamespace):
         sizes = {f"{name}_size": getattr(parallel_state, f"get_{name}_world_size")() for name in names}
         stages = sizes["pipeline_model_parallel_size"]
         return TransformerConfig(
-            num_layers=stages,
-            hidden_size=toy.WIDTH,
-            num_attention_heads=2,
-            num_query_groups=2,
-            use_cpu_initialization=True,
+            use_cpu_initialization=not job.IS_ON_GPU,
             gradient_accumulation_fusion=False,
             hidden_dropout=0.0,
             moe_token_dispatcher_type="alltoall",  # the default refuses rows of any length
@@ -151,6 +151,7 @@ class Provider(SimpleNamespace):
             batch_p2p_comm=False,
             calculate_per_token_loss=sizes["context_parallel_size"] > 1,
             **sizes,
+            **{"num_layers": stages, **job.model.SHAPE},
         )
 
 
@@ -172,7 +173,7 @@ class AutoBridge:
         return []
 
     def export_hf_weights(self, chunks: Any, **rest: Any) -> Any:
-        yield from toy.whole(chunks).items()
+        yield from job.model.whole(chunks).items()
 
 
 class VanillaBridge(Provider):
@@ -194,7 +195,7 @@ class VanillaBridge(Provider):
         pass
 
     def export_weights(self, chunks: Any) -> Any:
-        yield from toy.whole(chunks).items()
+        yield from job.model.whole(chunks).items()
 
 
 def create_ddp_config(

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+import job
 import ray
-import toy
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
@@ -24,7 +24,7 @@ class Receiver(BaseRollout):
     async def update_weights(self, weights: Any, global_steps: int | None = None, **rest: Any) -> None:
         import torch
 
-        table = toy.table_of(dict(weights))
+        table = job.model.table_of(dict(weights))
         if torch.distributed.get_rank() == 0:
             await ray.get_actor(NAME).receive.remote(table, global_steps or 0)
 
@@ -47,7 +47,7 @@ class Server:
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling_params: dict, **rest: Any) -> TokenOutput:
         seed = f"{self._steps} {prompt_ids} {sampling_params['session']}"
-        tokens, logprobs = toy.sample(self._table, prompt_ids[-1], seed)
+        tokens, logprobs = job.model.sample(self._table, prompt_ids[-1], seed)
         return TokenOutput(
             token_ids=tokens, log_probs=logprobs, stop_reason="completed", extra_fields={"global_steps": self._steps}
         )

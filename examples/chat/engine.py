@@ -1,0 +1,116 @@
+"""The rollout engine: transformers with its KV cache, which receives the trainer's weights before it samples.
+
+Its forward is other code than Megatron's, in other shapes, so its log-probabilities differ from the trainer's as those
+of any engine do. Each rank has an engine with the whole model, and samples a part of the prompts.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from chat import pretrained, weights
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+LEVELS = {"int8": 127, "int4": 7}  # largest magnitude of quantized weights
+
+
+@dataclass
+class Turn:
+    """What the model said in one turn: token ids, their log-probabilities, and whether it ended by itself."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    has_ended: bool
+
+
+class Engine:
+    """A sampler on this rank's device.
+
+    Args:
+        folder: the pretrained model.
+        dtype: of weights and activations.
+        float32_head: compute the logits in float32.
+        quantized: a key of LEVELS: the linear layers' weights are rounded to that many levels per output channel.
+            Embedding, head and norms stay as they are. None: no weight is rounded.
+        batch_size: sequences at a time.
+    """
+
+    def __init__(
+        self, folder: str | Path, dtype: torch.dtype, *, float32_head: bool, quantized: str | None, batch_size: int
+    ):
+        model, self.tokenizer = pretrained.read(folder, dtype)
+        self.model = model.to("cuda" if torch.cuda.is_available() else "cpu").requires_grad_(False)
+        self._float32_head, self._quantized, self._batch_size = float32_head, quantized, batch_size
+        self.stop = self.model.config.eos_token_id
+
+    def refresh(self, chunks: list[nn.Module]) -> None:
+        """Take over the weights of Megatron's model, on every rank at the same time."""
+        weights.export(chunks, dict(self.model.named_parameters()))
+        for layer in self.model.model.layers.modules() if self._quantized else ():
+            if isinstance(layer, nn.Linear):
+                layer.weight.copy_(rounded(layer.weight, LEVELS[self._quantized]))
+
+    def tokens_of(self, messages: list[dict[str, str]]) -> list[int]:
+        """The conversation in the model's chat template, up to where the assistant answers."""
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self.tokenizer(text, add_special_tokens=False).input_ids
+
+    def text_of(self, tokens: list[int]) -> str:
+        """The tokens as text."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def sample(self, contexts: list[list[int]], max_tokens: int, generator: torch.Generator) -> list[Turn]:
+        """One turn for each context, sampled at temperature 1 from the whole vocabulary."""
+        order = sorted(range(len(contexts)), key=lambda i: len(contexts[i]))
+        turns: dict[int, Turn] = {}
+        for first in range(0, len(order), self._batch_size):
+            part = order[first : first + self._batch_size]
+            turns |= zip(part, self._sample([contexts[i] for i in part], max_tokens, generator), strict=True)
+        return [turns[i] for i in range(len(contexts))]
+
+    @torch.no_grad()
+    def _sample(self, contexts: list[list[int]], max_tokens: int, generator: torch.Generator) -> list[Turn]:
+        """Contexts are padded on the left, so that all rows continue in the same column."""
+        device, width = self.model.device, max(map(len, contexts))
+        filled = [[self.stop] * (width - len(row)) + row for row in contexts]
+        read = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in contexts], device=device)
+        inputs, cache = torch.tensor(filled, device=device), DynamicCache()
+        positions = (read.cumsum(dim=1) - 1).clamp(min=0)
+        drawn, logprobs = [], []
+        is_open = torch.ones(len(contexts), dtype=torch.bool, device=device)
+        for k in range(max_tokens):
+            hidden = self.model.model(
+                input_ids=inputs, attention_mask=read, position_ids=positions, past_key_values=cache, use_cache=True
+            ).last_hidden_state[:, -1]
+            table = self._logits(hidden).float().log_softmax(dim=-1)
+            inputs = torch.multinomial(table.exp(), 1, generator=generator)
+            drawn.append(inputs[:, 0])
+            logprobs.append(table.gather(1, inputs)[:, 0])
+            is_open = is_open & (inputs[:, 0] != self.stop)
+            if k % 4 == 3 and not is_open.any():  # a look at the device waits for it
+                break
+            read = torch.cat([read, torch.ones_like(inputs)], dim=1)
+            positions = positions[:, -1:] + 1
+        return self._turns(torch.stack(drawn, dim=1).tolist(), torch.stack(logprobs, dim=1).tolist())
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        weight = self.model.lm_head.weight
+        if self._float32_head:
+            hidden, weight = hidden.float(), weight.float()
+        return nn.functional.linear(hidden, weight)
+
+    def _turns(self, tokens: list[list[int]], logprobs: list[list[float]]) -> list[Turn]:
+        """Rows up to their stop token, which belongs to the turn."""
+        turns = []
+        for row, values in zip(tokens, logprobs, strict=True):
+            has_ended = self.stop in row
+            length = row.index(self.stop) + 1 if has_ended else len(row)
+            turns.append(Turn(row[:length], values[:length], has_ended))
+        return turns
+
+
+def rounded(weight: Tensor, levels: int) -> Tensor:
+    """The nearest of 2·levels + 1 values per row, which are multiples of the row's largest magnitude over levels."""
+    scale = (weight.float().abs().amax(dim=1, keepdim=True) / levels).clamp(min=torch.finfo(torch.float32).tiny)
+    return ((weight.float() / scale).round() * scale).to(weight.dtype)

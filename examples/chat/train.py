@@ -1,0 +1,285 @@
+"""GRPO on a real chat model inside Megatron-LM's own pretrain(), with transformers as the rollout engine.
+
+    bash examples/chat/launch.sh --task times_table
+
+Before every optimizer step the engine receives the trainer's weights (engine.py) and samples a group of answers per
+prompt. A program checks them (tasks.py). The trainer computes its own log-probabilities of the packed answers, and the
+engine's are recorded as `rollout_logprobs`. A step is one rollout batch of --global-batch-size answers.
+
+With --imitate the steps imitate demonstrations instead. --export FOLDER writes the trained model for transformers, and
+the next run starts from it with MODEL=FOLDER. The run folder has metrics.jsonl, rollouts.jsonl, curves.png, and
+conversations.txt, the text of every prompt and answer with its reward.
+"""
+
+import sys
+import time
+import warnings
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\.")
+from chat import pretrained  # transformers, before CUDA's names mean the CPU
+
+if not torch.cuda.is_available():
+    from cpu import cpu_megatron
+
+    cpu_megatron.enable()
+
+from chat import rollouts, weights
+from chat.attention import layer_spec
+from chat.engine import LEVELS, Engine
+from chat.scoring import with_trainers_logprobs
+from chat.tasks import TASKS
+from chat.transcript import Transcript
+from loop.run_folder import RunFolder, say
+from megatron.core import parallel_state as mpu
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.training import get_args
+from megatron.training.arguments import core_transformer_config_from_args
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from megatron_pg import PackedBatch, Sample, StepLog, cut_microbatches, step_record
+from megatron_pg.plan.collectives import all_reduced
+from megatron_pg.pretrain import pretrain
+from megatron_pg.rollouts.advantages import RULES
+
+
+def add_chat_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """The example's own flags."""
+    group = parser.add_argument_group("chat example")
+    group.add_argument("--chat-model", metavar="FOLDER", required=True, help="the pretrained model (launch.sh: MODEL)")
+    group.add_argument("--task", choices=TASKS, default="times_table", help="what is learned")
+    group.add_argument("--group-size", type=int, default=8, help="answers per prompt")
+    group.add_argument("--advantages", choices=RULES, default="group_norm", help="advantages of a group's rewards")
+    group.add_argument("--imitate", action="store_true", help="imitate demonstrations of the task instead of sampling")
+    group.add_argument("--max-new-tokens", type=int, help="most tokens of a turn; default: the task's")
+    group.add_argument("--engine-dtype", choices=("bf16", "fp32"), help="default: as the trainer's (--bf16)")
+    group.add_argument("--engine-fp32-head", action="store_true", help="the engine computes its logits in float32")
+    group.add_argument("--engine-weights", choices=LEVELS, help="round the engine's linear layers after every refresh")
+    group.add_argument("--engine-batch-size", type=int, default=512, help="sequences that the engine samples at a time")
+    group.add_argument("--held-out-prompts", type=int, default=256, help="of each evaluation")
+    group.add_argument("--held-out-interval", type=int, default=5, help="optimizer steps between evaluations")
+    group.add_argument("--export", metavar="FOLDER", help="write the trained model, as transformers reads it")
+    group.add_argument("--run-dir", default="runs/chat", help="folder for metrics, rollouts, conversations and curves")
+    return parser
+
+
+class ChatRun:
+    """What the callbacks of pretrain() share."""
+
+    def __init__(self) -> None:
+        self.chunks: list[GPTModel] = []
+        self.engine: Engine | None = None
+        self.folder: RunFolder | None = None
+        self.transcript: Transcript | None = None
+        self.task_metrics: dict[str, float] = {}  # of the step that is being trained
+        self.started = self.step_started = time.perf_counter()
+
+    # --- callbacks of pretrain() ---
+
+    def model_provider(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
+        """A stage of the GPTModel that the flags describe, with the pretrained weights."""
+        args = get_args()
+        config = config or core_transformer_config_from_args(args)
+        config.variable_seq_lengths = args.pipeline_model_parallel_size > 1  # packed rows have different lengths
+        self.engine = self.engine or _engine(args)
+        model = GPTModel(
+            config,
+            layer_spec(config, args.rotary_base, vp_stage),
+            vocab_size=self.engine.model.config.vocab_size,  # NullTokenizer adds one
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type="none",
+            vp_stage=vp_stage,
+            pg_collection=pg_collection,
+        )
+        weights.load(model, dict(self.engine.model.state_dict()))
+        self.chunks.append(model)
+        return model
+
+    def datasets(self, num_samples, vp_stage=None):
+        """The training data: an endless iterator of this rank's micro-batches."""
+        args = get_args()
+        if self.folder is None and torch.distributed.get_rank() == 0:
+            self.folder = RunFolder(args.run_dir, train_iters=args.train_iters, sampled=args.iteration)
+            self.folder.write_arguments(args)
+            self.transcript = Transcript(Path(args.run_dir) / "conversations.txt", self.engine)
+        return self.steps(args), None, None
+
+    def on_step(self, log: StepLog) -> None:
+        """Write and show what the step did."""
+        if self.folder is not None:
+            phase = "sft" if get_args().imitate else "grpo"
+            seconds = {"step_seconds": time.perf_counter() - self.step_started}
+            line = {"phase": phase, **step_record(log), **self.task_metrics, **seconds}
+            self.folder.metrics.write(line)
+            self.folder.show(line, every=1)
+
+    # --- data ---
+
+    def steps(self, args: Namespace) -> Iterator[PackedBatch]:
+        """This rank's micro-batches of each step, sampled from the weights of that moment."""
+        step = args.iteration
+        while True:
+            self.step_started = time.perf_counter()
+            samples = self.samples(step, args)
+            sampled = time.perf_counter()
+            batches = with_trainers_logprobs(self.chunks, microbatches(samples, args))
+            scored = time.perf_counter()
+            everyone = with_everyones_logprobs(samples, batches)
+            if self.folder is not None:
+                self.folder.rollouts.write(everyone)
+                self.transcript.write(everyone, step)
+            self.task_metrics |= {"sampling_seconds": sampled - self.step_started, "scoring_seconds": scored - sampled}
+            yield from batches
+            step += 1
+
+    def samples(self, step: int, args: Namespace) -> list[Sample]:
+        """All ranks' samples of a step, the same on every rank."""
+        task, count = task_of(args), args.global_batch_size // args.group_size
+        problems = rollouts.problems_of(task, (args.seed, step, args.imitate), count)
+        problems = [problem for problem in problems for _ in range(args.group_size)]
+        self.engine.refresh(self.chunks)
+        if args.imitate:
+            conversations, rule = rollouts.demonstrated(self.engine, problems), None
+        else:
+            seed = args.seed * 1_000_003 + step
+            conversations, rule = rollouts.sampled(self.engine, task, problems, seed), args.advantages
+        samples = rollouts.samples_of(conversations, step, group_size=args.group_size, rule=rule, environment=args.task)
+        self.task_metrics = lengths_and_reward(samples)
+        if step % args.held_out_interval == 0 or step == args.train_iters - 1:
+            self.task_metrics["exact_match"] = self.exact_match(args)
+        return samples
+
+    def exact_match(self, args: Namespace) -> float:
+        """Share of held-out prompts that a sampled answer gets right; the same prompts and seed every time."""
+        problems = rollouts.problems_of(task_of(args), "held out", args.held_out_prompts)
+        return mean([c.reward for c in rollouts.sampled(self.engine, task_of(args), problems, 0)])
+
+    def finish(self, args: Namespace) -> None:
+        """The last weights: evaluate them, and export them."""
+        self.engine.refresh(self.chunks)
+        accuracy = self.exact_match(args)
+        if torch.distributed.get_rank() == 0:
+            seconds = time.perf_counter() - self.started
+            say(
+                f"exact_match {accuracy:.3f} on {args.held_out_prompts} held-out prompts after {args.train_iters} "
+                f"optimizer steps, {seconds:.0f} s after the start"
+            )
+            if args.export:
+                model = self.engine.model
+                pretrained.write(Path(args.export), dict(model.named_parameters()), model.config, self.engine.tokenizer)
+                say(f"wrote {args.export}")
+
+
+def _engine(args: Namespace) -> Engine:
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, None: args.params_dtype}[args.engine_dtype]
+    return Engine(
+        args.chat_model,
+        dtype,
+        float32_head=args.engine_fp32_head,
+        quantized=args.engine_weights,
+        batch_size=args.engine_batch_size,
+    )
+
+
+def task_of(args: Namespace):
+    """The task of --task, with the length of --max-new-tokens."""
+    return TASKS[args.task].with_length(args.max_new_tokens)
+
+
+def microbatches(samples: list[Sample], args: Namespace) -> list[PackedBatch]:
+    """The K packed rows that Megatron's schedule takes from this rank in a step."""
+    return cut_microbatches(
+        samples,
+        num_microbatches=get_num_microbatches(),
+        qkv_format="thd",
+        multiple_of=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+        data_parallel_rank=mpu.get_data_parallel_rank(),
+        data_parallel_size=mpu.get_data_parallel_world_size(),
+    )
+
+
+def with_everyones_logprobs(samples: list[Sample], batches: list[PackedBatch]) -> list[Sample]:
+    """All samples of the step with the trainer's log-probabilities, which other ranks have computed for some."""
+    width = max(sample.response_length for sample in samples)
+    mine = {s.rollout_id: s.old_logprobs for batch in batches for s in batch.samples}
+    table = torch.zeros(len(samples), width, dtype=torch.float64)
+    for row, sample in zip(table, samples, strict=True):
+        if (values := mine.get(sample.rollout_id)) is not None:
+            row[: len(values)] = values
+    table = all_reduced(table, torch.distributed.ReduceOp.SUM, mpu.get_data_parallel_group())
+    return [replace(s, old_logprobs=row[: s.response_length]) for s, row in zip(samples, table, strict=True)]
+
+
+def lengths_and_reward(samples: list[Sample]) -> dict[str, float]:
+    """Means over the step's conversations; lengths are of the tokens that the assistant wrote."""
+    lengths = {
+        "response_length": [s.num_trained for s in samples],
+        "length_of_right": [s.num_trained for s in samples if s.reward == 1],
+        "length_of_wrong": [s.num_trained for s in samples if s.reward == 0],
+    }
+    return {"reward": mean([s.reward for s in samples])} | {k: mean(v) for k, v in lengths.items() if v}
+
+
+def mean(values: list[float]) -> float:
+    """The mean."""
+    return sum(values) / len(values)
+
+
+def check_chat(args: Namespace) -> None:
+    """Refuse what the example does not support."""
+    if args.group_size < 1 or args.global_batch_size % args.group_size:
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size} is not a multiple of --group-size {args.group_size}, and a "
+            "step has whole groups. Choose a multiple."
+        )
+    refused = {
+        f"--pg-temperature {args.pg_temperature}": args.pg_temperature != 1,
+        f"--context-parallel-size {args.context_parallel_size}": args.context_parallel_size > 1,
+        f"--docs-per-step {args.docs_per_step}": bool(args.docs_per_step),
+        f"--position-embedding-type {args.position_embedding_type}": args.position_embedding_type != "none",
+        f"--pg-correction {args.pg_correction} with --imitate": args.imitate and args.pg_correction != "none",
+        "--overlap-param-gather": bool(args.overlap_param_gather),
+    }
+    if found := [name for name, is_found in refused.items() if is_found]:
+        raise ValueError(f"examples/chat does not support {', '.join(found)}. Leave it out.")
+
+
+@record
+def main() -> None:
+    """Train, then evaluate."""
+    run = ChatRun()
+
+    def datasets(num_samples, vp_stage=None):
+        check_chat(get_args())
+        return run.datasets(num_samples, vp_stage)
+
+    datasets.is_distributed = True  # every rank builds its own iterator
+    try:
+        pretrain(
+            train_valid_test_dataset_provider=datasets,
+            model_provider=run.model_provider,
+            model_type=ModelType.encoder_or_decoder,
+            extra_args_provider=add_chat_arguments,
+            on_step=run.on_step,
+            say=lambda text: None if text.startswith("pg ") else say(text),  # the folder has a progress line
+        )
+        run.finish(get_args())
+    finally:
+        if run.folder is not None:
+            run.folder.close()
+            say(f"run folder: {run.folder.path}  (conversations.txt, {run.folder.files})")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
