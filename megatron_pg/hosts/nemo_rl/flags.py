@@ -171,7 +171,8 @@ def refused_of_policy(config: Any) -> Iterator[str]:
     if (cut := _cuts_off(policy)) and _kl_coefficient(loss_fn):
         fix = "Set loss_fn.reference_policy_kl_penalty to 0, or policy.generation.top_k to null and top_p to 1.0."
         yield f"{cut} cuts off logits, but not those of NeMo-RL's KL term. {fix}"
-    size, group = policy["train_global_batch_size"], config.grpo.num_generations_per_prompt
+    grpo = config.grpo if isinstance(config.grpo, Mapping) else vars(config.grpo)  # in v0.7.0 a dict
+    size, group = policy["train_global_batch_size"], grpo["num_generations_per_prompt"]
     if given(loss_fn).get("loss_aggregation") == "prompt_mean" and size % group:
         sizes = f"policy.train_global_batch_size={size} and grpo.num_generations_per_prompt={group}"
         yield f"prompt_mean with {sizes}: a step would hold part of a prompt's samples; use a multiple"
