@@ -7,16 +7,18 @@
 verl's `main_ppo` and slime's `train.py` as tests/drivers starts them, for two rollouts and four optimizer steps of a
 random model of 0.5 billion parameters. Responses are random tokens. Ray, workers, model, DDP, optimizer and NCCL are
 real. A case prints a JSON object, and is not run again with the same WORK unless it failed: WORK/failures.txt has the
-end of its log.
+end of its log, also of a case that SIGINT or SIGTERM has ended.
 """
 
 import argparse
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +37,7 @@ LOSSES_IN_LOG = {  # of a host's own loss: one number per rollout in verl, per s
     "verl": re.compile(r"actor/pg_loss:(?:np\.float\d+\()?([-+.\de]+)"),
     "slime": re.compile(r"'train/pg_loss': ([-+.\de]+)"),
 }
+INTERRUPTED = "interrupted"
 ERROR = re.compile(r"^.*(?:Error|Exception|error:).*$", re.MULTILINE)
 
 
@@ -155,9 +158,10 @@ def run(drive: ModuleType, host: str, gpus: int, case: str, given: argparse.Name
     )
     ours = ({"pg_kernel": "torch"} if given.cpu else {}) if is_ours else None
     process = begin(folder=folder, inputs=given.work / "inputs", ours=ours, is_fused=is_fused, **more, **settings)
+    begun = time.monotonic()
     status = end_of(process, given.limit)
     log = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
-    row = {"case": name}
+    row = {"case": name, "s, whole": round(time.monotonic() - begun, 1)}
     try:
         if status != 0:
             raise ValueError(f"exit status {status}")
@@ -170,17 +174,17 @@ def run(drive: ModuleType, host: str, gpus: int, case: str, given: argparse.Name
 
 
 def end_of(process: subprocess.Popen, limit: float) -> int | str:
-    """Its exit status; a driver that takes too long is ended."""
+    """Its exit status; a driver that takes too long, or that a signal ends, is ended."""
     try:
         return process.wait(limit)
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as reason:
         process.terminate()
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        return f"none after {limit:.0f} s"
+        return INTERRUPTED if isinstance(reason, KeyboardInterrupt) else f"none after {limit:.0f} s"
 
 
 def measured(folder: Path) -> dict[str, Any]:
@@ -223,6 +227,7 @@ def done(results: Path) -> Mapping[str, Any]:
 def main() -> None:
     """Every case in turn."""
     given = options()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     given.work = given.work.resolve()
     drive = load()
     write_inputs(drive, given)
@@ -237,6 +242,8 @@ def main() -> None:
                 print(json.dumps(row), flush=True)
                 with results.open("a") as file:
                     file.write(json.dumps(row) + "\n")
+                if INTERRUPTED in row.get("error", ""):
+                    return
 
 
 if __name__ == "__main__":

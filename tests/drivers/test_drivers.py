@@ -38,8 +38,8 @@ CHECKOUTS = dict.fromkeys(DEFAULTS) | {  # by host or host@version; verl alone n
 }
 LAYOUTS = {  # that a driver runs on a CPU, in addition to two data-parallel ranks
     "verl": ("tensor", "context", "pipeline"),
-    "slime": ("tensor", "context"),
-    "miles": ("tensor", "context"),
+    "slime": ("tensor",),
+    "miles": ("tensor",),
     "nemo_rl": ("tensor", "context"),
 }
 LOSS = 1e-6  # absolute; advantages are about 1
