@@ -1,7 +1,6 @@
 """The float32 or fused head in the model of a host, which builds it and calls it without labels."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -15,11 +14,7 @@ from megatron_pg.plan.settings import LossSettings
 
 
 class HostHead:
-    """Installs the head of the settings in output layers.
-
-    In training the fused head replaces the logits. In evaluation mode, in which hosts compute log-probabilities, the
-    layer returns float32 logits.
-    """
+    """Installs the head of the settings in output layers. The fused head replaces the logits of every forward."""
 
     def __init__(self, settings: LossSettings):
         self._settings = settings
@@ -38,7 +33,8 @@ class HostHead:
             return
         error = None
         try:
-            self._install(chunks)
+            for layer in output_layers(chunks):
+                self._install(layer)
         except ValueError as failure:
             error = failure
         if not self._has_agreed and torch.distributed.is_initialized():
@@ -47,24 +43,29 @@ class HostHead:
         if error is not None:
             raise error
 
-    def _install(self, chunks: Sequence[Any]) -> None:
-        for layer in output_layers(chunks):
-            check_layer(layer, is_fused=self._settings.head_mode is not None)
-            if layer in self._layers:
-                continue
+    def _install(self, layer: Any) -> None:
+        check_layer(layer, is_fused=self._settings.head_mode is not None)
+        if layer in self._layers:
+            return
+        self._layers.add(layer)
+        if self._settings.head_mode:
+            self._deferred.put_into(layer, lambda: True)
+        else:
             self._runs.append(compute_in_float32(layer, backward=self._settings.head_backward))
-            if self._settings.head_mode:
-                self._deferred.put_into(layer, partial(getattr, layer, "training"))
-            self._layers.add(layer)
 
     def take(self, logits: Tensor) -> HeadCall | None:
         """The arguments of the layer in the latest forward, which returned `logits`; None where it computed logits."""
         return self._deferred.take(logits)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nobody has taken the hidden states of the latest forward."""
+        return self._deferred.is_waiting
+
     def is_bypassed(self) -> bool:
-        """Whether the logits of the latest forward were made without the head."""
+        """Whether the latest forward made logits without the head of the settings."""
         ran = [take_run() for take_run in self._runs]  # take all, so that none reports an older forward
-        return bool(ran) and not any(ran)
+        return bool(self._layers) and not any(ran)
 
 
 def output_layers(chunks: Sequence[Any]) -> list[Any]:

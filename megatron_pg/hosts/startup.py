@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from megatron_pg.args import ArgumentError, ArgumentNotice, add_arguments, validate_args
 from megatron_pg.declarations.aggregations import is_by_turn
 from megatron_pg.declarations.declaration import Number, did_you_mean
+from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.flags.banner import banner_of, describe, in_force
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
@@ -74,6 +75,12 @@ class Inherited:
     def name(self) -> str:
         """The name of the flag alone."""
         return self.host_flag.partition(" ")[0].rstrip(",")
+
+
+def numbers_of(objective: Any) -> set[Number]:
+    """The numbers that an objective reads, from its name or the text of our flag."""
+    declared = OBJECTIVES.get(str(Selection.of("pg_objective", objective).name))
+    return set(declared.numbers) if declared else set()
 
 
 def flag_of(name: str) -> str:
@@ -164,8 +171,7 @@ def start(host: str, checked: CheckedArguments, *, scaling: str, says: bool) -> 
     rows = [row for row in describe(in_force(args, settings.kernel)) if row[0] not in _ROWS_OF_MEGATRON]
     rows += [(host, scaling), *checked.rows]
     if says:
-        sys.stdout.write(banner_of(rows) + "\n")
-        sys.stdout.flush()
+        print(banner_of(rows), flush=True)  # noqa: T201
     return settings, dict(rows)
 
 
@@ -263,43 +269,31 @@ def attribute(path: str) -> Any:
     return functools.reduce(getattr, name.split("."), import_module(module))
 
 
-def check_signature(version: str, path: str, parameters: Sequence[str]) -> None:
+def check_signature(version: str, path: str, parameters: Sequence[str]) -> str:
     """Refuse a host whose function has other parameters than the adapter expects.
 
     Args:
         version: the host and the version that the adapter was run with.
-        path: the function, `module:name`.
+        path: the function, `module:name`; several with `|` between them: the first that exists in this release.
         parameters: the names of its first parameters.
 
+    Returns:
+        The path of the function that exists.
+
     Raises:
-        ArgumentError: they differ, or the function does not exist.
+        ArgumentError: they differ, or no such function exists.
     """
     names, cause = None, None
-    try:
-        names = [*inspect.signature(attribute(path)).parameters]
-        found = f"takes ({', '.join(names)}), not ({', '.join(parameters)})"
-    except (ImportError, AttributeError) as error:
-        found, cause = f"does not exist ({error}), and the loss needs it", error
-    if names is None or names[: len(parameters)] != [*parameters]:
-        fix = f"use that version{'' if names else ' and put its checkout on PYTHONPATH'}"
-        message = f"{path} {found} as in {version}; {fix}, or use a megatron_pg that supports yours"
-        raise ArgumentError([("E70", message)]) from cause
-
-
-def first_of(version: str, paths: Sequence[str], parameters: Sequence[str]) -> str:
-    """The first of several `module:name` that exists in the installed release of a host.
-
-    Raises:
-        ArgumentError: none of them exists, or its parameters differ, as in `check_signature`.
-    """
-    path = next((path for path in paths[:-1] if _exists(path)), paths[-1])
-    check_signature(version, path, parameters)
-    return path
-
-
-def _exists(path: str) -> bool:
-    try:
-        attribute(path)
-    except (ImportError, AttributeError):
-        return False
-    return True
+    for each in path.split("|"):
+        try:
+            names = [*inspect.signature(attribute(each)).parameters]
+        except (ImportError, AttributeError) as error:
+            found, cause = f"does not exist ({error}), and the loss needs it", error
+        else:
+            if names[: len(parameters)] == [*parameters]:
+                return each
+            found, cause = f"takes ({', '.join(names)}), not ({', '.join(parameters)})", None
+            break
+    fix = f"use that version{'' if names else ' and put its checkout on PYTHONPATH'}"
+    message = f"{each} {found} as in {version}; {fix}, or use a megatron_pg that supports yours"
+    raise ArgumentError([("E70", message)]) from cause

@@ -26,6 +26,12 @@ from megatron_pg.step.lost_peers import lost_peer_named
 class HostLossError(ValueError):
     """A host has trained a step without this loss or with a part of it, or its data have an unsupported form."""
 
+    def __init__(self, problem: str, fix: str = "Use a release of the trainer that docs/hosts lists."):
+        super().__init__(problem, fix)  # as Ray makes it again in the driver
+
+    def __str__(self) -> str:
+        return " ".join(self.args)
+
 
 class HostStep:
     """A planned step.
@@ -94,6 +100,11 @@ class HostStep:
         """The step's plan; None on pipeline stages without the loss."""
         return None if self._planned is None else self._planned.plan
 
+    def weigh(self, factors: Sequence[Tensor]) -> None:
+        """Multiply the weights of the objective by factors of the host, [R] for each sample's response."""
+        if self._planned is not None and factors:
+            self._planned.fields[0]["corrections"] = torch.cat([*factors]).double()
+
     def slice(
         self,
         members: Sequence[int],
@@ -112,7 +123,7 @@ class HostStep:
                 order of Megatron's layers: the first of every row, then the second of every row.
         """
         if self._planned is None:
-            raise HostLossError("this pipeline stage has no loss, so it has no micro-batch; call on the last stage")
+            raise HostLossError("this pipeline stage has no loss, so it has no micro-batch.", "Call on the last stage.")
         samples, size = [self._samples[i] for i in members], self._context.size() if self._context else 1
         if side_by_side:
             batch = pack(samples, qkv_format="bshd", cp_size=size, max_seq_len=padded_lengths[0])
@@ -182,7 +193,8 @@ class HostStep:
             raise HostLossError(
                 f"megatron_pg's loss was not computed exactly once for every sample of the step ({gathered.returned} "
                 "samples too few or too many over all ranks), so the trainer computes another loss. The optimizer has "
-                "not moved. Use a release of the trainer that docs/hosts lists, without plugins that replace its loss."
+                "not moved.",
+                "Use a release of the trainer that docs/hosts lists, without plugins that replace its loss.",
             )
         self._diagnostics, self._sizes = {}, {}
         return None if self.plan is None else report_of(self.plan, self._settings.metrics, gathered)

@@ -99,6 +99,11 @@ class DeferredHead:
 
         _replace_product(layer, forward_impl)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the latest call has not been taken."""
+        return self._call is not None
+
     def take(self, returned: Tensor) -> HeadCall | None:
         """The latest call, once; None if there was none.
 

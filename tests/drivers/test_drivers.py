@@ -54,9 +54,14 @@ class Run:
     oracle: dict = field(default_factory=dict)
     layout: dict = field(default_factory=dict)
     is_fused: bool = False  # NeMo-RL's logits are made outside our loss
+    more: dict = field(default_factory=dict)  # options of verl
 
 
 OF_64 = {"loss_aggregation": "constant", "loss_aggregation_divisor": 64}
+PADDED = {  # padded rows and a model from mbridge, as verl's scripts for Qwen3.5 have them
+    "actor_rollout_ref.model.use_remove_padding": False,
+    "actor_rollout_ref.actor.megatron.vanilla_mbridge": True,
+}
 RUNS = {
     "own": Run(None),
     "ours": Run({}),
@@ -64,14 +69,16 @@ RUNS = {
     "reducer": Run(
         {"custom_pg_loss_reducer_function_path": "driver_reducers:sums_over_64"}, {"weigh": driver_oracle.constant(64)}
     ),
+    "padded": Run({}, more=PADDED),
     **{name: Run({}, layout={name: 2}) for name in ("tensor", "context", "pipeline")},
 }
-FULL = ("reducer", "tensor", "context", "pipeline")  # in the full tier only
+FULL = ("reducer", "padded", "tensor", "context", "pipeline")  # in the full tier only
 CASES = [
     (version, name)
     for version in CHECKOUTS
     for name, run in RUNS.items()
     if run.ours is not None and (not run.layout or name in LAYOUTS[_host(version)])
+    if _host(version) == "verl" or not run.more
 ]
 
 
@@ -92,7 +99,7 @@ def begin(tmp_path_factory):
             return drive.begin_nemo_rl(folder, inputs, **given), folder
         given["is_fused"] = run.is_fused
         if host == "verl":
-            return drive.begin_verl(folder, inputs, **given), folder
+            return drive.begin_verl(folder, inputs, **({"more": run.more} | given)), folder
         return drive.begin_rollout_host(host, folder, inputs, **given), folder
 
     return begin
@@ -147,6 +154,9 @@ def test_every_step_equals_the_oracle(steps_of, version, name, full, evidence):
     found = [driver_oracle.loss_and_norm(step, **options | RUNS[name].oracle) for step in steps]
     losses = torch.tensor([loss for loss, _ in found]).view(len(logged), -1).mean(dim=1)
     assert (torch.tensor(logged) - losses).abs().max() < LOSS
+    for number, step in enumerate(steps if host != "nemo_rl" and RUNS[name].is_fused else ()):
+        first = steps[number - number % drive.STEPS_PER_ROLLOUT]  # the fused head has made its samples' old ones
+        assert driver_oracle.error_of_old(step, first) < LOSS
     worst = max(abs(step.grad_norm / norm - 1) for step, (_, norm) in zip(steps, found, strict=True))
     evidence(cases=len(steps), worst=worst, tolerance=NORM["float32" if host == "nemo_rl" else "bfloat16"])
 
@@ -171,15 +181,25 @@ def test_a_killed_worker_ends_the_job(begin, version, full, evidence):
     evidence(cases=1)
 
 
-@pytest.mark.proof("Drivers: a run that slime or miles has resumed continues metrics.jsonl without a line twice")
-@pytest.mark.parametrize("version", [version for version in CHECKOUTS if _host(version) in ("slime", "miles")])
+@pytest.mark.proof("Drivers: a run that its host has resumed continues metrics.jsonl without a line twice")
+@pytest.mark.parametrize("version", [version for version in CHECKOUTS if _host(version) != "nemo_rl"])
 def test_a_resumed_run_continues_its_file(begin, version, full, tmp_path, evidence):
     if not full:
         pytest.skip("in the full tier")
-    ours, checkpoints = {"pg_metrics_file": tmp_path / "metrics.jsonl"}, tmp_path / "checkpoints"
+    """NeMo-RL's loss writes no file."""
+    ours, checkpoints = {"pg_metrics_file": tmp_path / "metrics.jsonl"}, {"checkpoints": tmp_path / "checkpoints"}
+    if _host(version) == "verl":
+        of_trainer = {"default_local_dir": checkpoints["checkpoints"], "save_freq": 1}
+        of_actor = {"actor_rollout_ref.actor.checkpoint.save_contents": "[model]"}
+        checkpoints = {"more": {"trainer": of_trainer} | of_actor}
+    weights = None
     for rollouts in (1, 2):
-        process, folder = begin(version, "ours", ours=ours, rollouts=rollouts, checkpoints=checkpoints)
+        process, folder = begin(version, "ours", ours=ours, rollouts=rollouts, **checkpoints)
         drive.wait_for(process, folder)
         lines = processes.records(tmp_path / "metrics.jsonl")
         assert [line["iteration"] for line in lines] == [*range(1, rollouts * drive.STEPS_PER_ROLLOUT + 1)]
+        before = Step(folder / "steps", 0).weights("before")
+        for name in weights or ():
+            assert np.array_equal(before[name], weights[name])  # the host has continued from its checkpoint
+        weights = Step(folder / "steps", drive.STEPS_PER_ROLLOUT - 1).weights("after")
     evidence(cases=1)

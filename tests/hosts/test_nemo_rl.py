@@ -249,6 +249,13 @@ def test_a_trainer_that_makes_their_loss_is_refused(monkeypatch):
         ClippedPGLossFn(Options())
 
 
+def test_a_release_whose_grpo_section_is_a_dict_is_checked_too():
+    """v0.7.0 has one."""
+    config = master_config(Options(megatron_pg={"loss_aggregation": "prompt_mean"}), train_global_batch_size=6)
+    config.grpo = vars(config.grpo)
+    assert "part of a prompt's samples" in next(iter(nemo_flags.refused_of_policy(config)))
+
+
 def test_rows_that_bypass_the_driver_are_refused():
     config = master_config(Options())
     config.data_plane = {"enabled": True}

@@ -25,6 +25,7 @@ from megatron_pg.plan.settings import LossSettings
 
 HOSTS = ("slime", "miles")
 LAYOUTS = tuple(hosts.LAYOUTS)
+OF_PASSES = 3e-6  # nats, of float32 logits divided by 0.7
 OF_SCALED_EXP = 5e-6  # whose exponents are near -60 and rounded to 2^-18 in float32
 _KNOWN = pytest.mark.filterwarnings("ignore::megatron_pg.args.ArgumentWarning")  # about the gradient of k3
 
@@ -94,7 +95,7 @@ def test_gradients_are_those_of_plain_loops(loop, full, evidence):
 @in_each(LOOPS)
 def test_gradients_of_a_teacher_and_of_supervised_samples_are_too(loop, layout, full):
     errors = loop.found[layout]["terms"].values()
-    assert len(errors) == {"slime": 10, "miles": 6}[loop.host] // (1 if full else 2)
+    assert len(errors) == {"slime": 12, "miles": 8}[loop.host] // (1 if full else 2)
     assert max(errors) < LIMIT
 
 
@@ -104,6 +105,14 @@ def test_gradients_of_padded_rows_are_too(loop, layout):
     errors = loop.found[layout]["padded"].values()
     assert len(errors) == 3
     assert max(errors) < LIMIT
+
+
+@pytest.mark.proof("Hosts: slime's and miles' passes before training by the fused head: logprobs and entropies")
+@in_each([loop for loop in LOOPS if loop not in OWN])
+def test_a_fused_head_computes_log_probabilities_and_entropies_before_training(loop, evidence):
+    errors = [error for layout in LAYOUTS for error in loop.found[layout]["passes"].values()]
+    assert len(errors) == 2 * len(LAYOUTS)
+    evidence(cases=len(errors), worst=max(errors), tolerance=OF_PASSES)
 
 
 @every_layout
@@ -145,6 +154,12 @@ def test_a_model_that_bypasses_the_float32_head_stops_every_rank_before_the_opti
         r"ScheduleError: --fp32-lm-head and --pg-fused-head replace the product.*\(rank 1, 1 ranks\).*\(0 steps\)$"
     )
     assert re.match(expected, refused(stand_in, host, "bypassed head"))
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_trainer_that_computes_log_probabilities_itself_under_the_fused_head_stops_on_every_rank(stand_in, host):
+    text = refused(stand_in, host, "their own pass")
+    assert re.match(r"HostLossError: .* by another function than megatron_pg's, .*\(0 steps\)$", text)
 
 
 # Metrics that miles cannot have: its trainer has no rewards.

@@ -77,7 +77,7 @@ def test_verls_count_of_tokens_loses_some_under_context_parallelism_and_ours_non
 @pytest.mark.proof("Hosts: verl's passes before training by our kernel and head, log-probabilities and entropies")
 def test_log_probability_passes_equal_the_oracles(on_ranks, full, evidence):
     errors = [each for layout in LAYOUTS for each in on_ranks[layout]["passes"]]
-    assert len(errors) == len(LAYOUTS) * (4 if full else 2)
+    assert len(errors) == len(LAYOUTS) * (6 if full else 3)
     evidence(cases=len(errors), worst=max(errors), tolerance=LIMIT)
 
 
@@ -85,7 +85,7 @@ def test_log_probability_passes_equal_the_oracles(on_ranks, full, evidence):
 def test_a_batch_that_cannot_be_trained_is_refused_on_every_rank(on_ranks):
     refused = on_ranks["refused"]
     assert "prompt_mean with several mini-batches" in refused["several mini-batches"]
-    assert "rollout_is_weights of algorithm.rollout_correction" in refused["rollout correction"]
+    assert "rollout_correction.rollout_is and pg_correction tis both weigh" in refused["rollout correction"]
     assert "verl trains with sft_loss" in refused["another loss"]
     assert "non-finite loss at rank 0, sample p0/0" in refused["not finite"]
     assert "ray" in on_ranks["absent"]

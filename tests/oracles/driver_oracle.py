@@ -100,6 +100,16 @@ def loss_and_norm(
     return total.item(), torch.cat([embedding.grad, head.grad]).norm().item()
 
 
+def error_of_old(step: Step, before: Step) -> float:
+    """Largest error of the old log-probabilities of a step, which those weights of `before` give without rounding."""
+    embedding, head = (torch.tensor(before.weights("before")[name]).double() for name in ("embedding", "head"))
+    errors = [
+        _logprobs(embedding, head, sample["tokens"], len(sample["old"]), torch.float64) - torch.tensor(sample["old"])
+        for sample in step.samples
+    ]
+    return torch.cat(errors).abs().max().item()
+
+
 def _row(values: Sequence[float], mask: Tensor) -> Tensor:
     assert len(values) == len(mask)
     return torch.tensor(values, dtype=torch.float64)

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_pg.declarations.declaration import Number
-from megatron_pg.declarations.objectives import CAP, CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT, OBJECTIVES, WEIGHT_CAP
+from megatron_pg.declarations.objectives import CAP, CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT, WEIGHT_CAP
 from megatron_pg.flags.option_text import Selection
-from megatron_pg.hosts.startup import Inherited, flag_of
+from megatron_pg.hosts.startup import Inherited, flag_of, numbers_of
 
 OURS = "megatron_pg"  # the key below `loss_fn` that holds our options
 _NOT_TRUNCATED = 1e9  # above e^20, at which log-ratios are clamped
@@ -88,8 +88,7 @@ def _reads(objective: str | None, ours: Mapping[str, Any]) -> set[Number]:
     """Numbers that the objective in force reads; a custom objective reads none."""
     if ours.get("pg_custom_objective_path"):
         return set()
-    declared = OBJECTIVES.get(objective or str(Selection.of("pg_objective", ours.get("pg_objective", DEFAULT)).name))
-    return set(declared.numbers) if declared else set()
+    return numbers_of(objective or ours.get("pg_objective", DEFAULT))
 
 
 def _correction(loss_fn: Mapping[str, Any]) -> Iterator[Inherited]:
@@ -172,7 +171,8 @@ def refused_of_policy(config: Any) -> Iterator[str]:
     if (cut := _cuts_off(policy)) and _kl_coefficient(loss_fn):
         fix = "Set loss_fn.reference_policy_kl_penalty to 0, or policy.generation.top_k to null and top_p to 1.0."
         yield f"{cut} cuts off logits, but not those of NeMo-RL's KL term. {fix}"
-    size, group = policy["train_global_batch_size"], config.grpo.num_generations_per_prompt
+    grpo = config.grpo if isinstance(config.grpo, Mapping) else vars(config.grpo)  # in v0.7.0 a dict
+    size, group = policy["train_global_batch_size"], grpo["num_generations_per_prompt"]
     if given(loss_fn).get("loss_aggregation") == "prompt_mean" and size % group:
         sizes = f"policy.train_global_batch_size={size} and grpo.num_generations_per_prompt={group}"
         yield f"prompt_mean with {sizes}: a step would hold part of a prompt's samples; use a multiple"

@@ -67,15 +67,14 @@ def _checked_before(setup: Callable) -> Callable:
         known = [row for row in describe(args) if row[0] not in ("Megatron", "layout", "temperature")]
         sources = nemo_flags.passes_logprobs(master_config.policy)
         rows += [("log-probabilities", f"NeMo-RL's own, for {', '.join(sources)}")] if sources else []
-        sys.stdout.write(banner_of([*known, *rows]) + "\n")
+        print(banner_of([*known, *rows]))  # noqa: T201
         made = setup(master_config, *rest, **named)
         parts = made if isinstance(made, tuple) else (made,)
         losses = [part for part in parts if isinstance(part, PolicyGradientLossFn)]
         for loss in losses if sources else ():
             loss.take_logprobs()
         if not losses:
-            text = "nemo_rl.algorithms.grpo.setup has made another loss than megatron_pg's"
-            raise HostLossError(f"{text}. Use a release of NeMo-RL that docs/hosts lists.")
+            raise HostLossError("nemo_rl.algorithms.grpo.setup has made another loss than megatron_pg's.")
         return made
 
     return checked_setup
@@ -101,8 +100,8 @@ def _planned(train: Callable) -> Callable:
         metrics = results["all_mb_metrics"]
         if f"{nemo_rows.SUM}nonfinite" not in metrics:
             raise HostLossError(
-                "NeMo-RL's workers have trained with another loss than megatron_pg's, and the optimizer has moved. "
-                "Resume from the last checkpoint with a release of NeMo-RL that docs/hosts lists."
+                "NeMo-RL's workers have trained with another loss than megatron_pg's, and the optimizer has moved.",
+                "Resume from the last checkpoint with a release of NeMo-RL that docs/hosts lists.",
             )
         nemo_rows.exact(metrics, loss.planning, plans)
         return results

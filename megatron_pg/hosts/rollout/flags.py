@@ -4,11 +4,11 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_pg.declarations.objectives import CAP, CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT, OBJECTIVES
+from megatron_pg.declarations.objectives import CAP, CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT
 from megatron_pg.flags.option_text import Selection
-from megatron_pg.hosts.startup import Inherited, defaults, flag_of
+from megatron_pg.hosts.startup import Inherited, defaults, flag_of, numbers_of
+from megatron_pg.rollouts.fields import POLICY
 
-_CLIPPED = [name for name, each in OBJECTIVES.items() if {CLIP_EPS_LOW, CLIP_EPS_HIGH} <= each.numbers.keys()]
 _CLIPS = {"eps_clip": CLIP_EPS_LOW.attribute, "eps_clip_high": CLIP_EPS_HIGH.attribute}
 _EPS_CLIP = 0.2  # their default of both
 _TIS = {"tis_clip_low": ("low", 0.0), "tis_clip": ("high", 2.0)}  # the option of tis, and their default
@@ -20,6 +20,8 @@ _UNSUPPORTED = {  # flags whose effect lies in the loss that ours replaces, and 
     "recompute_loss_function": "remove it; --pg-fused-head stores no logits",
     "custom_loss_function_path": "remove it, or remove this loss",
 }
+SFT = "sft"  # our name of the term that --loss-type sft_loss trains
+_ONLY_SFT = [f"{POLICY}:{POLICY},weight=0", f"{SFT}:ce"]
 _OURS = ("pg_", "loss_aggregation", "docs_per_step")  # prefixes of our arguments
 
 
@@ -29,6 +31,11 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name in known or name.startswith(_OURS)}
 
 
+def trains_sft(args: argparse.Namespace) -> bool:
+    """Whether every sample is a demonstration."""
+    return args.loss_type == "sft_loss"
+
+
 def inherited(args: argparse.Namespace) -> Iterator[Inherited]:
     """Values that our arguments take from the host's flags."""
     yield Inherited("--rollout-temperature", "pg_temperature", args.rollout_temperature)
@@ -36,7 +43,7 @@ def inherited(args: argparse.Namespace) -> Iterator[Inherited]:
         yield Inherited(flag, "pg_objective", theirs)
     if [*_selected(args)] == ["--eps-clip-c"]:
         yield Inherited.number("--eps-clip-c", CAP, args.eps_clip_c)
-    if _objective(args) in _CLIPPED:
+    if _clips(args):
         for name, ours in _CLIPS.items():
             value = getattr(args, name)
             yield Inherited(flag_of(name), ours, value, value == _EPS_CLIP)
@@ -49,6 +56,8 @@ def inherited(args: argparse.Namespace) -> Iterator[Inherited]:
         estimator = _ESTIMATORS[args.kl_loss_type] + ("_weighted" if vars(args).get("use_unbiased_kl") else "")
         yield Inherited("--kl-loss-coef", "pg_kl_coef", args.kl_loss_coef)
         yield Inherited(f"--kl-loss-type {args.kl_loss_type}", "pg_kl_estimator", estimator)
+    if trains_sft(args):
+        yield Inherited("--loss-type sft_loss", "pg_term", _ONLY_SFT)
     if args.entropy_coef:
         yield Inherited("--entropy-coef", "pg_entropy_coef", args.entropy_coef)
 
@@ -59,7 +68,7 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
     for name, advice in _UNSUPPORTED.items():
         if (value := options.get(name)) not in (None, False):
             yield f"{flag_of(name)} {'' if value is True else f'{value} '}is not supported by this loss: {advice}"
-    if args.loss_type != "policy_loss":
+    if args.loss_type != "policy_loss" and not trains_sft(args):
         yield f"--loss-type {args.loss_type} is another loss; remove it, or remove this one"
     if options.get("use_critic"):
         yield "--advantage-estimator ppo trains a critic, whose loss this adapter does not replace. Use grpo."
@@ -73,7 +82,10 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
         yield f"--advantage-estimator cispo selects the host's loss. Give grpo, and --pg-objective cispo,cap={cap:g}."
     if len(selected := _selected(args)) > 1:
         yield f"{' and '.join(selected)} together have no objective here; remove one"
-    if objective not in _CLIPPED and (args.eps_clip, args.eps_clip_high) != (_EPS_CLIP, _EPS_CLIP):
+    if not {CLIP_EPS_LOW, CLIP_EPS_HIGH} <= numbers_of(objective) and (args.eps_clip, args.eps_clip_high) != (
+        _EPS_CLIP,
+        _EPS_CLIP,
+    ):
         clips = f"--eps-clip {args.eps_clip} --eps-clip-high {args.eps_clip_high}"
         yield f"{clips} have no effect with --pg-objective {objective}; remove them"
     if args.use_kl_loss and options.get("use_unbiased_kl") and args.kl_loss_type == "k2":
@@ -91,6 +103,10 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
     if ours.get("loss_aggregation") == "prompt_mean" and size % group:
         sizes = f"--global-batch-size {size} and --n-samples-per-prompt {group}"
         yield f"prompt_mean with {sizes}: a step would hold part of a prompt's samples; use a multiple"
+
+
+def _clips(args: argparse.Namespace) -> bool:
+    return {CLIP_EPS_LOW, CLIP_EPS_HIGH} <= numbers_of(_objective(args))
 
 
 def _selected(args: argparse.Namespace) -> dict[str, str]:

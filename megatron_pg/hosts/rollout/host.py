@@ -26,7 +26,6 @@ from megatron_pg.hosts.startup import (
     check,
     check_signature,
     defaults,
-    first_of,
     start,
 )
 
@@ -34,6 +33,8 @@ _INIT = "custom_megatron_init_path"
 _BEFORE_STEP = "custom_megatron_before_train_step_hook_path"
 _BEFORE_LOG_PROB = "custom_megatron_before_log_prob_hook_path"
 _HOOKS = {_INIT: "init", _BEFORE_STEP: "before_train_step", _BEFORE_LOG_PROB: "before_log_prob"}
+_PASSES = "get_log_probs_and_entropy"  # of the host's actor, which calls it in the passes before training
+PASSED = ("logits", "args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy")
 _USERS = "users_hooks_of_megatron_pg"  # the argument that stores the user's paths
 
 
@@ -44,11 +45,13 @@ class Declaration:
     name: str  # of its package, and of our module
     version: str  # that the adapter was run with
     signatures: Mapping[str, Sequence[str]]  # parameters of the functions that the adapter uses, by `module:name`
-    logs: Sequence[str]  # `module:function` of the logger (args, metrics, step_key), in one release or another
+    log: str  # of the logger, as in `check_signature`
+    rollouts_per_step: str  # key of its data
     carried: Collection[str] = ("old_logprobs", "ref_logprobs", "teacher_logprobs")  # fields its batches can contain
     names_terms: bool = False  # whether samples name their loss term
     hooks: Mapping[str, str] = field(default_factory=dict)  # further hooks: functions of our module
     refused: Callable[[argparse.Namespace], Iterable[str]] = lambda args: ()  # messages about flags of this host alone
+    returned: Callable[[dict[str, Any]], Any] = lambda found: found  # what its function for log-probabilities returns
 
 
 class RolloutHost:
@@ -61,7 +64,7 @@ class RolloutHost:
             for name, function in (_HOOKS | dict(declaration.hooks)).items()
         }
         self.trainer: Any = None  # a RolloutTrainer, from `init` on
-        self.terms: frozenset[str] = frozenset()  # with their own tokens, from `init` on
+        self.terms: Any = None  # `Terms` of the samples, from `init` on
         self._log = ""  # `module:function` of the host's logger, from `init` on
 
     def checked(self, args: argparse.Namespace) -> CheckedArguments:
@@ -77,7 +80,7 @@ class RolloutHost:
             inherited=rollout_flags.inherited(args),
             refused=[*rollout_flags.refused(args), *self.declaration.refused(args)],
             carried=self.declaration.carried,
-            names_terms=self.declaration.names_terms,
+            names_terms=self.declaration.names_terms or rollout_flags.trains_sft(args),
         )
 
     def init(self, args: argparse.Namespace) -> None:
@@ -92,15 +95,20 @@ class RolloutHost:
         if self.trainer is not None and vars(args).get("custom_loss_function_path") == loss:
             return
         arguments = self.checked(args)
-        for path, parameters in declared.signatures.items():
+        passes = f"{declared.name}.backends.megatron_utils.actor"
+        for path, parameters in {**declared.signatures, f"{passes}:{_PASSES}": PASSED}.items():
             check_signature(declared.version, path, parameters)
-        self._log = first_of(declared.version, declared.logs, ("args", "metrics", "step_key"))
+        self._log = check_signature(declared.version, declared.log, ("args", "metrics", "step_key"))
         from megatron_pg.hosts.log import HostLog
+        from megatron_pg.hosts.rollout.samples import Terms
         from megatron_pg.hosts.rollout.trainer import SCALING, RolloutTrainer, is_writer
 
         settings, rows = start(declared.name, arguments, scaling=SCALING, says=is_writer())
         log = HostLog(settings, rows, arguments.args.pg_metrics_file, self._to_host(args)) if is_writer() else None
-        self.terms = Facts(arguments.args).terms_of_samples
+        if settings.head_mode:
+            setattr(import_module(passes), _PASSES, self.log_probs)
+        is_sft, named = rollout_flags.trains_sft(args), Facts(arguments.args).terms_of_samples
+        self.terms = Terms(usual=rollout_flags.SFT) if is_sft else Terms(named=named)
         self.trainer = RolloutTrainer(settings, log, per_token=args.calculate_per_token_loss)
         users = {name: vars(args).get(name) for name in self._hooks} | vars(args).get(_USERS, {})
         setattr(args, _USERS, {name: path for name, path in users.items() if path not in (None, self._hooks[name])})
@@ -115,17 +123,50 @@ class RolloutHost:
         """The host's `--custom-loss-function-path`. It returns no metrics, because each would cost a host sync."""
         return self.trainer.loss(batch["unconcat_tokens"], logits), {}
 
-    def before_train_step(
+    def log_probs(
         self,
+        logits: Tensor,
+        *,
         args: argparse.Namespace,
-        rollout_id: int,
-        step_id: int,
-        model: Sequence[Any],
-        optimizer: Any,
-        scheduler: Any,
-    ) -> None:
+        unconcat_tokens: Sequence[Tensor],
+        total_lengths: Sequence[int],
+        response_lengths: Sequence[int],
+        with_entropy: bool = False,
+        max_seq_lens: Sequence[int] | None = None,
+        top_p_token_ids: Sequence | None = None,
+        top_p_token_offsets: Sequence = (),
+        **rest: object,
+    ) -> Any:
+        """The host's `get_log_probs_and_entropy` under the fused head, for old, reference and teacher."""
+        from megatron_pg.hosts.rollout.logprobs import Responses
+
+        width = max_seq_lens[0] if max_seq_lens is not None and args.qkv_format == "bshd" else None
+        responses = Responses(
+            tokens=unconcat_tokens,
+            lengths=response_lengths,
+            row_width=width,
+            kept_ids=top_p_token_ids,
+            kept_offsets=top_p_token_offsets,
+        )
+        return self.declaration.returned(self.trainer.logprobs(responses, logits, with_entropy=with_entropy))
+
+    def rollout(self, args: argparse.Namespace, data: Mapping[str, Any]) -> Any:
+        """A `Rollout` from the host's data."""
+        from megatron_pg.hosts.rollout.samples import Rollout
+
+        return Rollout(
+            data=data,
+            rollouts_per_step=self.declaration.rollouts_per_step,
+            old_logprobs="rollout_log_probs" if args.use_rollout_logprobs else "log_probs",
+            samples_per_prompt=args.n_samples_per_prompt,
+            terms=self.terms,
+            row_width=data["max_seq_lens"][0] if vars(args).get("qkv_format") == "bshd" else None,
+        )
+
+    def before_train_step(self, args: argparse.Namespace, *step: Any) -> None:
         """The host's `--custom-megatron-before-train-step-hook-path`."""
-        self.users_hook(args, _BEFORE_STEP, args, rollout_id, step_id, model, optimizer, scheduler)
+        rollout_id, step_id, model, optimizer, _ = step
+        self.users_hook(args, _BEFORE_STEP, args, *step)
         self.trainer.begin_step(rollout_id, step_id, model, optimizer)
 
     def before_log_prob(self, args: argparse.Namespace, model: Sequence[Any], store_prefix: str) -> None:

@@ -1,11 +1,10 @@
 """miles: the hooks of slime, except that the data are read where the trainer makes its iterators."""
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_pg.hosts.rollout.host import Declaration, RolloutHost
-from megatron_pg.hosts.rollout.samples import Rollout
 from megatron_pg.hosts.startup import attribute, flag_of
 
 _ITERATORS = "miles.backends.megatron_utils.actor:get_data_iterator"
@@ -32,7 +31,8 @@ HOST = RolloutHost(
     Declaration(
         name="miles",
         version="miles 31f1ca96",
-        logs=("miles.utils.tracking_utils.tracking:log",),
+        log="miles.utils.tracking_utils.tracking:log",
+        rollouts_per_step="num_rollouts",
         refused=_refused,
         signatures={
             "miles.backends.training_utils.loss:loss_function": [
@@ -72,22 +72,11 @@ def init(args: argparse.Namespace) -> None:
 def before_train_step(args: argparse.Namespace, rollout_id: int, step_id: int, *rest: Any) -> None:
     """miles' `--custom-megatron-before-train-step-hook-path`: the first of a rollout plans all of them."""
     if step_id == 0:
-        HOST.trainer.plan(_rollout(args, _taken.pop("data")))
+        if "micro_batch_indices" not in (data := _taken.pop("data")):
+            raise ValueError(
+                "the rollout data have no micro_batch_indices: miles has split this batch in the trainer (multimodal "
+                "data, fewer rollouts than --global-batch-size, several replicas), where the samples of a micro-batch "
+                "are not known in advance. Use none of these."
+            )
+        HOST.trainer.plan(HOST.rollout(args, data))
     HOST.before_train_step(args, rollout_id, step_id, *rest)
-
-
-def _rollout(args: argparse.Namespace, data: Mapping[str, Any]) -> Rollout:
-    if "micro_batch_indices" not in data:
-        raise ValueError(
-            "the rollout data have no micro_batch_indices: miles has split this batch in the trainer (multimodal data, "
-            "fewer rollouts than --global-batch-size, several replicas), where the samples of a micro-batch are not "
-            "known in advance. Use none of these."
-        )
-    return Rollout(
-        data=data,
-        rollouts_per_step="num_rollouts",
-        old_logprobs="rollout_log_probs" if args.use_rollout_logprobs else "log_probs",
-        rewards=None,  # known for the whole rollout only, not by rank
-        samples_per_prompt=args.n_samples_per_prompt,
-        row_width=data["max_seq_lens"][0] if args.qkv_format == "bshd" else None,
-    )

@@ -1,21 +1,24 @@
-"""slime: the loss uses documented hooks only."""
+"""slime: documented hooks, and one function of its loss module that has no hook with the same flow."""
 
 import argparse
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from megatron_pg.hosts.rollout.host import Declaration, RolloutHost
-from megatron_pg.hosts.rollout.samples import Rollout
 
 _DATA = "rollout_data_postprocess_path"
 HOST = RolloutHost(
     Declaration(
         name="slime",
         version="slime 624b824a",
-        logs=("slime.utils.logging_utils:log", "slime.observability.logging_utils:log"),
+        log="slime.utils.logging_utils:log|slime.observability.logging_utils:log",
         carried=("old_logprobs", "ref_logprobs", "teacher_logprobs", "sampling_mask"),
         names_terms=True,
+        rollouts_per_step="global_batch_sizes",
         hooks={_DATA: "plan"},
+        returned=lambda found: (torch.empty(0, device=found["log_probs"][0].device), found),
         signatures={
             "slime.backends.megatron_utils.loss:loss_function": [
                 *("args", "batch", "num_microbatches", "step_global_batch_size", "logits")
@@ -49,13 +52,4 @@ def init(args: argparse.Namespace) -> None:
 def plan(args: argparse.Namespace, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
     """slime's `--rollout-data-postprocess-path`: on every rank, after the advantages, before training."""
     HOST.users_hook(args, _DATA, args, rollout_id, rollout_data)
-    rollout = Rollout(
-        data=rollout_data,
-        rollouts_per_step="global_batch_sizes",
-        old_logprobs="rollout_log_probs" if args.use_rollout_logprobs else "log_probs",
-        rewards=rollout_data.get("local_raw_reward"),
-        samples_per_prompt=args.n_samples_per_prompt,
-        sources=rollout_data.get("source_names"),
-        terms=HOST.terms,
-    )
-    HOST.trainer.plan(rollout)
+    HOST.trainer.plan(HOST.rollout(args, rollout_data))

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_pg.cp_utils import padded_length
 from megatron_pg.hosts.head import HostHead
 from megatron_pg.hosts.log import HostLog
+from megatron_pg.hosts.rollout.logprobs import Responses
 from megatron_pg.hosts.rollout.samples import Rollout
 from megatron_pg.hosts.step import HostLossError, HostStep
 from megatron_pg.plan.collectives import all_gather_rows
@@ -29,6 +30,7 @@ from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.findings import StepReport
 
 SCALING = "takes N·Σwℓ, with --calculate-per-token-loss T̃·Σwℓ; the host and Megatron bring it back to Σwℓ"
+_NO_HEAD = "Use a release of the trainer that docs/hosts lists, or remove --pg-fused-head."
 
 
 class _Work(NamedTuple):
@@ -107,8 +109,7 @@ class RolloutTrainer:
         if work is None or work.step is not self._current:
             raise HostLossError(
                 "the trainer computes the loss of a micro-batch that is not part of the current optimizer step: it has "
-                "copied the samples' tokens, or has not called the hook before the step. Use a release of the trainer "
-                "that docs/hosts lists."
+                "copied the samples' tokens, or has not called the hook before the step."
             )
         step, members, scale, width = work
         size = parallel_state.get_context_parallel_world_size()
@@ -118,7 +119,7 @@ class RolloutTrainer:
             raise HostLossError(
                 f"the trainer's micro-batch has {len(tokens)} samples and {logits.shape[0] * logits.shape[1]} rows of "
                 f"logits, and the rollout's schedule has {len(members)} samples and {sum(lengths) // size} tokens on "
-                "this rank. Use a release of the trainer that docs/hosts lists."
+                "this rank."
             )
         call = self.head.take(logits)  # with hidden states [s, b, H], where logits are [b, s, V / tp]
         padded = [*lengths, *([filling] if filling else [])]
@@ -129,15 +130,27 @@ class RolloutTrainer:
         group = parallel_state.get_tensor_model_parallel_group()
         return scale * step.loss(local, logits.flatten(0, 1), group, grad_scale, is_bypassed=self.head.is_bypassed())
 
+    def logprobs(self, responses: Responses, logits: Tensor, *, with_entropy: bool) -> dict[str, list[Tensor]]:
+        """`Responses.logprobs` by the fused head, which has replaced the model's output `logits`."""
+        if (call := self.head.take(logits)) is None:
+            raise HostLossError(
+                "the trainer computes log-probabilities of a model without megatron_pg's fused head.", _NO_HEAD
+            )
+        return responses.logprobs(call, self._settings, with_entropy=with_entropy)
+
     def begin_step(self, rollout_id: int, number: int, model: Sequence[Any], optimizer: Any) -> None:
         """Prepare optimizer step `number` of the rollout: install the head, the checks before finalize, and the log."""
+        if self.head.is_waiting:
+            raise HostLossError(
+                "the trainer has computed log-probabilities by another function than megatron_pg's, and "
+                "--pg-fused-head leaves it no logits.",
+                _NO_HEAD,
+            )
         self._current, self._numbers = self._steps[number], (rollout_id, rollout_id * len(self._steps) + number)
         self.head.install(model)
-        config = get_model_config(model[0])
-        if not isinstance(config.finalize_model_grads_func, _Around):
-            config.finalize_model_grads_func = _Around(config.finalize_model_grads_func, before=self._check)
-        if (log := self._log) is not None and not isinstance(optimizer.step, _Around):
-            optimizer.step = _Around(optimizer.step, after=lambda result: self._write(log, optimizer, result))
+        _wrap(get_model_config(model[0]), "finalize_model_grads_func", before=self._check)
+        if (log := self._log) is not None:
+            _wrap(optimizer, "step", after=lambda result: self._write(log, optimizer, result))
 
     def _check(self) -> None:
         report = self._current.finish(reports=parallel_state.get_tensor_model_parallel_rank() == 0)
@@ -149,8 +162,7 @@ class RolloutTrainer:
     def _write(self, log: HostLog, optimizer: Any, result: Any) -> None:
         if not (isinstance(result, tuple) and len(result) == 3):
             raise HostLossError(
-                f"optimizer.step returned {type(result).__name__}, not (success, gradient norm, number of zeros). Use "
-                "a release of the trainer that docs/hosts lists."
+                f"optimizer.step returned {type(result).__name__}, not (success, gradient norm, number of zeros)."
             )
         is_done, grad_norm, _ = result
         groups = optimizer.param_groups
@@ -163,23 +175,26 @@ class RolloutTrainer:
         )
 
 
-class _Around:
-    """A function with a call before or after it; its type marks functions that already have one."""
+def _wrap(
+    owner: Any,
+    name: str,
+    *,
+    before: Callable[[], None] = lambda: None,
+    after: Callable[[Any], None] = lambda result: None,
+) -> None:
+    """Add a call before or after a function, once."""
+    function = getattr(owner, name)
+    if getattr(function, "is_wrapped", False):
+        return
 
-    def __init__(
-        self,
-        function: Callable,
-        *,
-        before: Callable[[], None] = lambda: None,
-        after: Callable[[Any], None] = lambda result: None,
-    ):
-        self._function, self._before, self._after = function, before, after
-
-    def __call__(self, *positional: object, **keywords: object) -> Any:
-        self._before()
-        result = self._function(*positional, **keywords)
-        self._after(result)
+    def wrapped(*positional: object, **keywords: object) -> Any:
+        before()
+        result = function(*positional, **keywords)
+        after(result)
         return result
+
+    wrapped.is_wrapped = True  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)
 
 
 def is_writer() -> bool:

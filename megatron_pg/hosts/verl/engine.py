@@ -8,8 +8,8 @@ samples on every context-parallel rank (only a rank's own part has a gradient). 
 """
 
 import re
-import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -26,12 +26,17 @@ from megatron_pg.hosts.head import output_layers
 from megatron_pg.hosts.log import HostLog
 from megatron_pg.hosts.startup import attribute, start
 from megatron_pg.hosts.step import HostStep
-from megatron_pg.hosts.verl.logprobs import Logprobs
 from megatron_pg.hosts.verl.options import checked
 from megatron_pg.hosts.verl.samples import samples_of
+from megatron_pg.kernels import Vocabulary
+from megatron_pg.kernels.label_logprobs import label_logprobs
+from megatron_pg.lm_head import Head
+from megatron_pg.lm_head.heads import rows_of
+from megatron_pg.lm_head.inputs import enter
 from megatron_pg.lm_head.output_layer import check_layer, softcap_of
 from megatron_pg.plan.errors import StepPlanError
 from megatron_pg.step.findings import StepReport, before_finalize
+from megatron_pg.step.loss import vocabulary_of
 
 SCALING = "takes D·Σwℓ over whole samples; verl, the schedule and DDP (or finalize) scale it to Σwℓ"
 FUSED = "verl.models.mcore.model_forward_fused"
@@ -51,22 +56,23 @@ class PolicyGradientEngine(_Theirs):
         self._metrics_file = arguments.args.pg_metrics_file
         self._step: HostStep | None = None
         self._places: list[int | None] = []  # index of each row of the mini-batch among the step's samples
+        self._factors: list[Tensor] = []  # of verl's own correction, by sample
         self._report: StepReport  # of the latest step
         self._log: HostLog | None = None
         self._batch, self._ends_batch = 1, True  # the global step, and whether this is its last mini-batch
-        self._logprobs = Logprobs(self._settings)
+        self._temperature = 1.0  # of the micro-batch in progress
+        self._softcap: float | None = None  # of the output layer, which the fused head does not call
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def initialize(self) -> None:
         """Print the banner, then build the model."""
         if torch.distributed.get_rank() == 0 and self._actor is not None:
-            sys.stdout.write(banner_of([*self._rows.items()]) + "\n")
-            sys.stdout.flush()
+            print(banner_of([*self._rows.items()]), flush=True)  # noqa: T201
         super().initialize()
         if self.engine_config.use_fused_kernels:
             for layer in output_layers(self.module):
                 check_layer(layer, is_fused=True)
-                self._logprobs.softcap = softcap_of(layer)
+                self._softcap = softcap_of(layer)
         if self._actor is not None and self.is_mp_src_rank_with_outputs() and self.get_data_parallel_rank() == 0:
             self._log = HostLog(self._settings, self._rows, self._metrics_file)
 
@@ -93,6 +99,7 @@ class PolicyGradientEngine(_Theirs):
         self._step = HostStep.planned(
             self._settings, lambda: self._samples(data, loss_function), data=self.get_data_parallel_group()
         )
+        self._step.weigh(self._factors)
         self._ends_batch = bool(attribute("verl.utils.tensordict_utils:get")(data, "update_lr_scheduler", True))
         set_value = attribute("verl.utils.tensordict_utils:assign_non_tensor")
         set_value(data, calculate_entropy=self._settings.metrics.needs_entropy or self._settings.terms.reads_entropy)
@@ -138,7 +145,14 @@ class PolicyGradientEngine(_Theirs):
                 "prompt_mean with several mini-batches per batch, which split prompt groups; set "
                 "actor.ppo_mini_batch_size to the size of the batch, or use another aggregation"
             )
-        rows = samples_of(data)
+        rows, weights = samples_of(data), "rollout_is_weights"
+        if weights in data and self._settings.correction.name != "none":
+            raise StepPlanError(
+                f"algorithm.rollout_correction.rollout_is and pg_correction {self._settings.correction.name} both "
+                "weigh tokens. Remove one of them."
+            )
+        factors = data[weights].cpu().unbind() if weights in data else ()
+        self._factors = [factor for row, factor in zip(rows, factors, strict=False) if row is not None]
         counted: Iterator[int] = iter(range(len(rows)))
         self._places = [None if row is None else next(counted) for row in rows]
         return [row for row in rows if row is not None]
@@ -153,11 +167,9 @@ class PolicyGradientEngine(_Theirs):
             raise ValueError(
                 f"one micro-batch has the temperatures {sorted(temperatures)}; use one rollout.temperature"
             )
-        (self._logprobs.temperature,) = temperatures
+        (self._temperature,) = temperatures
         if self.engine_config.use_fused_kernels:  # set in each call, because a process may have several engines
-            self._logprobs.sequence_parallel = self.tf_config.sequence_parallel
-            fused: Any = import_module(FUSED)
-            fused.linear_cross_entropy = self._logprobs.linear_cross_entropy
+            vars(import_module(FUSED))["linear_cross_entropy"] = self._linear_cross_entropy
         if self._step is not None:
             loss = partial(self._loss, self._step, *self._slice(self._step, batch, next(model.parameters()).device))
             postprocess_micro_batch_func = partial(postprocess_micro_batch_func, loss_function=loss)
@@ -201,6 +213,30 @@ class PolicyGradientEngine(_Theirs):
     def _lm_head_logits_processor(
         self, logits: Tensor, label: Tensor, temperature: Tensor, *, calculate_entropy: bool, **rest: Any
     ) -> dict[str, Tensor]:
-        """Log-probabilities by our kernel, which divides by the temperature itself."""
-        group = parallel_state.get_tensor_model_parallel_group()
-        return self._logprobs.of_logits(logits, label, group, calculate_entropy=calculate_entropy)
+        """Log-probabilities by our kernel, which divides by the temperature itself and keeps the logits."""
+        rows, group = logits.flatten(0, -2), parallel_state.get_tensor_model_parallel_group()
+        vocabulary = self._vocabulary(rows.shape[1], group)
+        logprobs, entropy = label_logprobs(rows, label.flatten(), vocabulary, impl=self._settings.impl)
+        outputs = {"log_probs": logprobs.view(label.shape)}
+        return outputs | ({"entropy": entropy.view(label.shape)} if calculate_entropy else {})
+
+    def _linear_cross_entropy(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float = 1.0,
+        reduction: str = "none",
+        dist_process_group: ProcessGroup | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Our fused head for verl's [T, 1, H]: chunks of float32 logits, which the backward recomputes."""
+        vocabulary = self._vocabulary(len(weight), dist_process_group, self._softcap)
+        head = Head(mode="recompute", backward=self._settings.head_backward, impl=self._settings.impl)
+        if not self.tf_config.sequence_parallel:  # else verl has gathered them, and its backward reduce-scatters
+            hidden = enter(hidden, vocabulary.tp_group, False)
+        logprobs, entropy, _ = rows_of(hidden.flatten(0, -2), weight, labels.flatten(), None, vocabulary, head)
+        return logprobs, entropy
+
+    def _vocabulary(self, columns: int, group: ProcessGroup | None, softcap: float | None = None) -> Vocabulary:
+        group = group if group is not None and group.size() > 1 else None
+        return vocabulary_of(columns, replace(self._settings, temperature=self._temperature), group, softcap)

@@ -17,13 +17,12 @@ from megatron_pg.declarations.objectives import (
     CLIP_EPS_LOW,
     DELTA_HIGH,
     DELTA_LOW,
-    OBJECTIVES,
     TAU_NEG,
     TAU_POS,
     WEIGHT_CAP,
 )
 from megatron_pg.flags.option_text import Selection
-from megatron_pg.hosts.startup import CheckedArguments, Inherited, check
+from megatron_pg.hosts.startup import CheckedArguments, Inherited, check, numbers_of
 
 RESPONSE_LENGTH = "_megatron_pg_response_length"  # attribute of an actor: verl's rollout.response_length
 KEY = "megatron_pg"  # in override_mcore_model_config, of which verl itself reads other keys only
@@ -59,7 +58,7 @@ _AGGREGATIONS = {
     _SUM_NORM: "constant",
 }
 _ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-_REFUSED = ("dynamic_context_parallel", "vanilla_mbridge", "use_megatron_fsdp")  # of the engine
+_REFUSED = ("dynamic_context_parallel", "use_megatron_fsdp")  # of the engine
 _NOT_RUN = "was not run with megatron_pg. Set it to False."
 
 
@@ -155,8 +154,7 @@ class _Loss:
             return set(_CLIP.values())
         if self.is_theirs:
             return set(self.numbers.values())
-        declared = OBJECTIVES.get(str(Selection.of("pg_objective", self.given["pg_objective"]).name))
-        return set(declared.numbers) if declared else set()
+        return numbers_of(self.given["pg_objective"])
 
     def refused(self) -> Iterator[str]:
         """Messages about what the actor asks for and this loss does not support."""
@@ -203,8 +201,6 @@ def _refused(engine: Any, model: Any, given: Mapping[str, Any]) -> Iterator[str]
     for name in _REFUSED:
         if getattr(engine, name, False):
             yield f"megatron.{name}=True {_NOT_RUN}"
-    if not engine.use_remove_padding:
-        yield "model.use_remove_padding=False was not run with megatron_pg. Set it to True."
     if model.mtp.enable:
         yield f"model.mtp.enable=True {_NOT_RUN}"
     if (value := given.get("pg_temperature", 1.0)) != 1.0:

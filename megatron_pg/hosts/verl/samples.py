@@ -18,13 +18,8 @@ def samples_of(data: Any) -> list[Sample | None]:
     `uid` identifies a prompt, `uid` and `session_id` a rollout; without a session every row is its own rollout.
 
     Raises:
-        StepPlanError: the batch has an unsupported form, or weights of verl's own correction.
+        StepPlanError: the batch has an unsupported form.
     """
-    if "rollout_is_weights" in data:
-        raise StepPlanError(
-            "the batch has rollout_is_weights of algorithm.rollout_correction, which this loss does not read; set "
-            "algorithm.rollout_correction.rollout_is=null, and use pg_correction"
-        )
     if not data["response_mask"].is_nested:
         raise StepPlanError(
             "response_mask is padded, as in verl's trainers before V1, so the lengths of responses are not known; use "

@@ -17,7 +17,7 @@ PROMPTS, GROUP = 4, 4  # prompts of a rollout, samples of a prompt
 ROLLOUTS, STEPS_PER_ROLLOUT = 2, 2
 STEPS = ROLLOUTS * STEPS_PER_ROLLOUT
 SETTINGS = {
-    "RAY_raylet_start_wait_time_s": "180",
+    "RAY_raylet_start_wait_time_s": "600",
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_DEDUP_LOGS": "0",
     "HYDRA_FULL_ERROR": "1",

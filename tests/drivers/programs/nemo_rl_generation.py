@@ -16,8 +16,7 @@ class Synchronizer:
         self._generation = generation
 
     def sync_weights(self, *, timer: Any = None, kv_scales: Any = None) -> dict:
-        self._generation.table = policy.run_all_workers_single_data("table")[0]
-        self._generation.number += 1
+        self._generation.update_weights_via_ipc_zmq()
         return {}
 
 
@@ -31,7 +30,13 @@ class Generation:
     def finish_generation(self, *rest: Any, **more: Any) -> bool:
         return True
 
-    prepare_for_generation = shutdown = invalidate_kv_cache = finish_generation
+    prepare_for_generation = shutdown = invalidate_kv_cache = prepare_refit_info = finish_generation
+
+    def update_weights_via_ipc_zmq(self) -> list:
+        """NeMo-RL v0.7.0 calls it itself, after the trainer has been asked to send."""
+        self.table = policy.run_all_workers_single_data("table")[0]
+        self.number += 1
+        return []
 
     def clear_logger_metrics(self) -> None:
         pass

@@ -92,7 +92,9 @@ def _pretend_gpus(ray: ModuleType) -> None:
     def start(address: str | None = None, **given: Any) -> Any:
         if address == "auto":
             raise ConnectionError
-        return init(address, **(given | job.RAY))
+        started = init(address, **(given | job.RAY))
+        os.environ["RAY_ADDRESS"] = started.address_info["address"]  # else another job's Ray is an error
+        return started
 
     ray.init = start
 
@@ -113,6 +115,8 @@ def _record_policy(policies: ModuleType) -> None:
         nemo_rl_generation.policy = self
 
     policies.Policy.__init__ = __init__
+    policies.Policy.get_free_memory_bytes = lambda self: 8 << 30  # v0.7.0 calls it, and then:
+    policies.Policy.stream_weights_via_ipc_zmq = lambda self, **rest: []  # `nemo_rl_generation` takes the weights
 
 
 def _write_metrics(loggers: ModuleType) -> None:

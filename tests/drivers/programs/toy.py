@@ -4,9 +4,11 @@ Its logits are `embedding[token] @ head.T`, so that a float64 oracle needs three
 attention.
 """
 
+from pathlib import Path
 from typing import Any
 
 VOCABULARY, WIDTH, LENGTH = 64, 16, 128
+WEIGHTS = "toy.pt"  # in a checkpoint's folder
 SHAPE = {"hidden_size": WIDTH, "num_attention_heads": 2, "num_query_groups": 2}  # TransformerConfig's
 
 
@@ -72,6 +74,24 @@ def whole(chunks: Any) -> dict[str, Any]:
         weights[int("output_layer" in name), rows] = weight.detach().float()
     torch.distributed.all_reduce(weights)
     return {"embedding": weights[0], "head": weights[1]}
+
+
+def save(chunks: Any, path: str) -> None:
+    """Write a checkpoint; every rank must call."""
+    import torch
+
+    weights = whole(chunks)
+    if torch.distributed.get_rank() == 0:
+        torch.save(weights, Path(path) / WEIGHTS)
+
+
+def load(chunks: Any, path: str) -> None:
+    """Read a checkpoint; a folder without one leaves the first weights."""
+    import torch
+
+    weights = torch.load(Path(path) / WEIGHTS) if (Path(path) / WEIGHTS).exists() else {}
+    for name, weight in (pair for chunk in chunks for pair in chunk.named_parameters() if weights):
+        weight.data.copy_(_shard(weights["head" if "output_layer" in name else "embedding"]))
 
 
 def table_of(weights: Any) -> Any:

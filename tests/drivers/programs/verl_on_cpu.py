@@ -7,6 +7,7 @@ from typing import Any
 
 import job
 import on_cpu
+import toy
 
 COLUMNS = {  # of a mini-batch, by the recorder's names
     "tokens": "input_ids",
@@ -15,7 +16,7 @@ COLUMNS = {  # of a mini-batch, by the recorder's names
     "old": "old_log_probs",
     "rollout": "rollout_log_probs",
 }
-ABSENT = ("transformer_engine", "megatron.bridge", "nvtx")
+ABSENT = ("transformer_engine", "mbridge", "megatron.bridge", "nvtx")
 
 
 def prepare() -> None:
@@ -112,7 +113,7 @@ class Provider(SimpleNamespace):
     fp16 = bf16 = sequence_parallel = share_embeddings_and_output_weights = False
 
     def apply_overrides_and_finalize(self, dtype: Any = None, overrides: Any = None) -> None:
-        self.dtype, self.overrides = dtype, dict(overrides)
+        self.dtype = dtype
 
     def provide_distributed_model(self, wrap_with_ddp: bool = True, ddp_config: Any = None, **rest: Any) -> list:
         from megatron.core import parallel_state
@@ -132,10 +133,11 @@ class Provider(SimpleNamespace):
 
     def _config(self) -> Any:
         import torch
+        from megatron.core import parallel_state
         from megatron.core.transformer import TransformerConfig
 
-        names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-        sizes = {name: self.overrides[name] for name in names}
+        names = ("tensor_model_parallel", "context_parallel", "pipeline_model_parallel")
+        sizes = {f"{name}_size": getattr(parallel_state, f"get_{name}_world_size")() for name in names}
         stages = sizes["pipeline_model_parallel_size"]
         return TransformerConfig(
             use_cpu_initialization=not job.IS_ON_GPU,
@@ -161,13 +163,38 @@ class AutoBridge:
     def to_megatron_provider(self, load_weights: bool = False) -> Provider:
         return Provider()
 
-    def load_hf_weights(self, *rest: Any, **more: Any) -> None:
-        pass
+    def load_hf_weights(self, chunks: Any, path: str, **more: Any) -> None:
+        toy.load(chunks, path)
+
+    def save_hf_weights(self, chunks: Any, path: str, **more: Any) -> None:
+        toy.save(chunks, path)
 
     def get_conversion_tasks(self, *rest: Any, **more: Any) -> list:
         return []
 
     def export_hf_weights(self, chunks: Any, **rest: Any) -> Any:
+        yield from job.model.whole(chunks).items()
+
+
+class VanillaBridge(Provider):
+    """A stand-in of mbridge, verl's older way to the same models."""
+
+    @classmethod
+    def from_config(cls, hf_config: Any, dtype: Any = None) -> "VanillaBridge":
+        made = cls(dtype=dtype)
+        made.config = made._config()
+        return made
+
+    def set_extra_args(self, **overrides: Any) -> None:
+        pass
+
+    def get_model(self, wrap_with_ddp: bool = True, ddp_config: Any = None, **rest: Any) -> list:
+        return self.provide_distributed_model(wrap_with_ddp, create_ddp_config(wrap_with_ddp, **(ddp_config or {})))
+
+    def load_weights(self, *rest: Any) -> None:
+        pass
+
+    def export_weights(self, chunks: Any) -> Any:
         yield from job.model.whole(chunks).items()
 
 
@@ -182,6 +209,7 @@ def create_ddp_config(
 
 
 BRIDGE = {
+    "mbridge": {"AutoBridge": VanillaBridge},
     "megatron.bridge": {"AutoBridge": AutoBridge},
     "megatron.bridge.training.utils.config_utils": {"create_ddp_config": create_ddp_config},
     "megatron.bridge.training.utils.train_utils": {

@@ -61,6 +61,7 @@ TERMS = {  # for hosts whose batches contain a teacher's log-probabilities and t
     "their tis": (_CLIP, {"correction": "tis", "correction_low": TIS[0], "correction_high": TIS[1]}),
     "their gspo": (_CLIP, {"objective": "gspo"}),
     "their dual clip": (_CLIP, {"objective": "dual_clip", "numbers": NUMBERS | {"cap": CAP}}),
+    "their sft": ({}, {"objective": "reinforce"}),
 }
 
 
@@ -250,13 +251,26 @@ def expected(found: Sequence[Sample], case: Case, *, on_policy: bool = False) ->
         of_policy, pg_loss = _expected(rollouts, case, case.settings, on_policy=on_policy)
         of_sft, _ = _expected(demonstrations, case, replace(case.settings, objective="reinforce"), advantage=1.0)
         return [own + SFT_WEIGHT * theirs for own, theirs in zip(of_policy, of_sft, strict=True)], pg_loss
-    return _expected(found, case, case.settings, on_policy=on_policy)
+    advantage = 1.0 if case.objective == "their sft" else None
+    return _expected(found, case, case.settings, on_policy=on_policy or advantage is not None, advantage=advantage)
 
 
 def kept_of(sample: Sample) -> list[list[int]]:
     """The ids that a response token could be sampled from."""
     tokens = sample.tokens[-sample.response_length :].tolist()
     return [sorted({token, (token + 1) % VOCABULARY, (3 * token + k) % VOCABULARY}) for k, token in enumerate(tokens)]
+
+
+def distribution(sample: Sample, case: Case, temperature: float) -> dict[str, Tensor]:
+    """[R] each: log-probabilities of a response's tokens, over what could be sampled, and entropies over all tokens."""
+    embedding, head = parameters()
+    length = sample.response_length
+    logits = embedding[sample.tokens[-length - 1 : -1]] @ head.T / temperature
+    every, kept = logits.log_softmax(-1), torch.zeros_like(logits)
+    for row, ids in zip(kept, kept_of(sample) if case.objective == "top_p" else (), strict=case.objective == "top_p"):
+        row[[token for token in range(VOCABULARY) if token not in ids]] = -torch.inf
+    answers = (logits + kept).log_softmax(-1)[range(length), sample.tokens[-length:]]
+    return {"log_probs": answers, "entropy": -(every.exp() * every).sum(-1)}
 
 
 def source_of(sample: Sample) -> str:

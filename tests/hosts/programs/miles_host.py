@@ -56,9 +56,10 @@ def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[li
     model = hosts.model(per_token=case.per_token)
     optimizer = hosts.Optimizer(model)
     iterators, counts = actor.get_data_iterator(args, [model], mine)
-    for prefix in ("", "ref_") if args.use_kl_loss else ("",):
-        mine |= _log_probs(mine, found, prefix, args.qkv_format)
-    loss.compute_advantages_and_returns(args, mine)
+    if args.compute_advantages_and_returns:
+        for prefix in ("", "ref_") if args.use_kl_loss else ("",):
+            mine |= _log_probs(mine, found, prefix, args.qkv_format)
+        loss.compute_advantages_and_returns(args, mine)
     rollouts = data.get_num_rollouts(args, mine, len(counts))
     for number, (count, many) in enumerate(zip(counts, rollouts, strict=True)):
         steps.train_one_step(args, 0, number, iterators, [model], optimizer, MagicMock(), count, many, None, 0)

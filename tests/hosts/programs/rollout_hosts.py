@@ -37,6 +37,10 @@ PADDED_CASES = [
     Case(head="forward", objective="kl", per_token=True),
     Case(head="recompute", objective="gspo", rollouts_per_step=4),
 ]
+PASSES = {
+    "slime": [(Case(head="scaled_exp"), {}), (Case(head="forward", objective="top_p"), {})],
+    "miles": [(Case(head="recompute"), {}), (Case(head="forward"), PADDED)],
+}
 TERM_CASES = [
     Case(objective="opd", rollouts_per_step=4),
     Case(objective="opd", head="recompute", aggregation="constant", per_token=True),
@@ -48,11 +52,14 @@ TERM_CASES = [
     Case(objective="their tis", aggregation="token_mean", head="forward"),
     Case(objective="their gspo", rollouts_per_step=4),
     Case(objective="their dual clip", rollouts_per_step=4),
+    Case(objective="their sft", rollouts_per_step=4),
+    Case(objective="their sft", aggregation="token_mean", per_token=True, head="scaled_exp"),
 ]
 THEIRS = {  # a case's objective: the host's flags that select it
     "their tis": {"use_tis": True, "tis_clip_low": hosts.TIS[0], "tis_clip": hosts.TIS[1]},
     "their gspo": {"advantage_estimator": "gspo"},
     "their dual clip": {"eps_clip_c": hosts.CAP},
+    "their sft": {"loss_type": "sft_loss", "compute_advantages_and_returns": False},
 }
 OF_MILES = {"opd", *THEIRS}  # whose batches name no loss terms and no sampling masks
 MEASURED = Case(aggregation="constant", objective="kl", rollouts_per_step=4)  # whose metrics are compared
@@ -107,8 +114,11 @@ def jump(train: Train, host: str, objective: str = "grpo", **more: object) -> fl
     return max(hosts.error(mine, [each.double() for each in own]) for mine, own in zip(ours, theirs, strict=True))
 
 
-def figures(train: Train, host: str, *, has_own_loss: bool = True) -> dict[str, object]:
-    """By layout: errors of every case, the jump from the host's own loss, and what its logger was given."""
+def figures(train: Train, host: str, *, passed: Callable[..., float] | None = None) -> dict[str, object]:
+    """By layout: errors of every case, the jump from the host's own loss, and what its logger was given.
+
+    `passed`: errors of the passes before training of a loop that is not the host's own.
+    """
     result: dict[str, object] = {}
     for number, (layout, sizes) in enumerate(hosts.LAYOUTS.items()):
         parallel_state.initialize_model_parallel(**sizes)
@@ -119,7 +129,9 @@ def figures(train: Train, host: str, *, has_own_loss: bool = True) -> dict[str, 
         of_layout["terms"] = {case.name: errors(train, host, case) for case in terms}
         if host == "miles":
             of_layout["padded"] = {case.name: errors(train, host, case, **PADDED) for case in PADDED_CASES}
-        if has_own_loss:
+        if passed is not None:
+            of_layout["passes"] = {f"{case.name} {more}": passed(case, **more) for case, more in PASSES[host]}
+        else:
             joined = {"allgather_cp": sizes.get("context_parallel_size", 1) == 1}  # which cuts nothing there
             of_layout["jump"] = max(jump(train, host, **joined), *(jump(train, host, name) for name in THEIRS))
         more = arguments(host, MEASURED, pg_metrics="with_entropy")

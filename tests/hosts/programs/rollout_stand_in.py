@@ -25,8 +25,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_pg.cp_utils import response_index, slice_with_cp
+from megatron_pg.hosts.rollout.host import PASSED
 from megatron_pg.rollouts.sample import Sample
 
+KEPT = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
 MULTIPLE_OF = 4  # of a row's length
 _logged: list[dict] = []
 
@@ -69,7 +71,7 @@ def get_data_iterator(args, model, rollout_data):
 
 def batch_of(iterator: Iterator) -> dict:
     """The row of this context-parallel rank: documents cut in zigzag, then padding; or a padded row for each."""
-    batch = iterator.get_next(["tokens", "total_lengths", "response_lengths", "loss_masks", "max_seq_lens"])
+    batch = iterator.get_next(["tokens", "total_lengths", "response_lengths", "loss_masks", "max_seq_lens", *KEPT])
     batch["unconcat_tokens"] = batch["tokens"]
     if "max_seq_lens" in batch:
         width = batch["max_seq_lens"][0]
@@ -177,12 +179,8 @@ def rollout(case: Case, found: Sequence[Sample], qkv_format: str) -> dict[str, A
 def _kept(samples: Sequence[Sample]) -> dict[str, list[Tensor]]:
     """As slime ships what its engine could have sampled: whole, on every context-parallel rank."""
     found = [hosts.kept_of(sample) for sample in samples]
-    return {
-        "rollout_top_p_token_ids": [
-            torch.tensor([i for row in rows for i in row], dtype=torch.int32) for rows in found
-        ],
-        "rollout_top_p_token_offsets": [torch.tensor([0, *map(len, rows)]).cumsum(0).to(torch.int32) for rows in found],
-    }
+    ids = [torch.tensor([i for row in rows for i in row], dtype=torch.int32) for rows in found]
+    return dict(zip(KEPT, (ids, [torch.tensor([0, *map(len, rows)]).cumsum(0).int() for rows in found]), strict=True))
 
 
 def train(
@@ -193,11 +191,13 @@ def train(
     own: Any = None,
     copies: bool = False,
     bypasses: bool = False,
+    own_pass: bool = False,
 ) -> tuple[list[list[Tensor]], list[dict]]:
     """Gradients of every optimizer step of a rollout, and what the logger was given.
 
     `own`: as for `step`; `copies`: the trainer copies the samples' tokens after the steps are planned; `bypasses`: the
-    model makes its logits without the product of its output layer.
+    model makes its logits without the product of its output layer; `own_pass`: the trainer computes log-probabilities
+    by itself.
     """
     _logged.clear()
     actor = sys.modules[f"{host}.backends.megatron_utils.actor"]
@@ -208,10 +208,18 @@ def train(
     if bypasses and model.module.post_process:
         layer = model.module.output_layer
         layer.forward = lambda states: (states @ layer.weight.t(), None)
+    if own_pass:
+        load_function(args.custom_megatron_before_log_prob_hook_path)(args, [model], "")
+        model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
     data = rollout(case, found, args.qkv_format)
+    if host == "miles":  # which has neither
+        del data["local_raw_reward"], data["source_names"]
     iterators, counts = actor.get_data_iterator(args, [model], data)
     if args.loss_type == "policy_loss" and case.num_steps == 1:
         del data["log_probs"]  # they are the loss's own
+    if not args.compute_advantages_and_returns:
+        for name in ("advantages", "log_probs", "ref_log_probs", "teacher_log_probs"):
+            data.pop(name, None)
     if args.rollout_data_postprocess_path:
         load_function(args.rollout_data_postprocess_path)(args, 0, data)
     model.module.config.finalize_model_grads_func = finalize_model_grads
@@ -225,6 +233,48 @@ def train(
     return optimizer.found, list(_logged)
 
 
+def passed(host: str, case: Case, **more: Any) -> float:
+    """Largest error of log-probabilities and entropies, computed before training, against float64 logits."""
+    args = rollout_hosts.arguments(host, case, rollout_temperature=0.7, **more)
+    load_function(args.custom_megatron_init_path)(args)
+    model, found = hosts.model(per_token=False).eval(), hosts.samples()
+    data = rollout(case, found, args.qkv_format)
+    load_function(args.custom_megatron_before_log_prob_hook_path)(args, [model], "ref_")
+    compute = sys.modules[f"{host}.backends.megatron_utils.actor"].get_log_probs_and_entropy
+    outputs: list[dict] = []
+
+    def forward_step(iterator, chunk):
+        batch = batch_of(iterator)
+        output = chunk(input_ids=batch["tokens"], packed_seq_params=batch["packed_seq_params"])
+        wanted = ("unconcat_tokens", "total_lengths", "response_lengths", "max_seq_lens", *KEPT)
+        given = {name.removeprefix("rollout_"): batch[name] for name in wanted if name in batch}
+        return output, lambda logits, **rest: outputs.append(compute(logits, args=args, with_entropy=True, **given))
+
+    with torch.no_grad():
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[Iterator(data, data["micro_batch_indices"])],
+            model=[model],
+            num_microbatches=sum(data["num_microbatches"]),
+            seq_length=16,
+            micro_batch_size=1,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    whole = [output[1] if host == "slime" else output for output in outputs]
+    mine = {name: [each for output in whole for each in output[name]] for name in ("log_probs", "entropy")}
+    by_tokens = {tuple(sample.tokens.tolist()): sample for sample in found}
+    errors = [torch.zeros(1)]
+    for number, tokens in enumerate(data["tokens"] if outputs else ()):
+        sample, layout = by_tokens[tuple(tokens.tolist())], (args.qkv_format, *data.get("max_seq_lens", [None])[:1])
+        index = response_index(len(tokens), sample.response_length, *layout)
+        for name, expected in hosts.distribution(sample, case, args.rollout_temperature).items():
+            errors.append((mine[name][number] - expected[index]).abs().float())
+    worst = torch.cat(errors).max()
+    torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX)
+    return float(worst)
+
+
 # --- their modules ---
 
 
@@ -234,12 +284,12 @@ def install(host: str) -> None:
     real = {"log": log, "get_data_iterator": get_data_iterator}
     for path, parameters in {
         **declared.signatures,
-        declared.logs[-1]: ["args", "metrics", "step_key"],
+        declared.log.split("|")[-1]: ["args", "metrics", "step_key"],
         f"{host}.utils.arguments:parse_args": ["add_custom_arguments"],
+        f"{host}.backends.megatron_utils.actor:get_log_probs_and_entropy": PASSED,
     }.items():
         module, _, name = path.partition(":")
         setattr(_module(module), name, real.get(name, parse_args if name == "parse_args" else _with(parameters)))
-    _module(f"{host}.backends.megatron_utils.actor")
 
 
 def _with(parameters: Sequence[str]) -> Any:
@@ -263,7 +313,7 @@ def figures() -> dict[str, object]:
     found = {}
     for host in ("slime", "miles"):
         install(host)
-        found[host] = rollout_hosts.figures(partial(train, host), host, has_own_loss=False)
+        found[host] = rollout_hosts.figures(partial(train, host), host, passed=partial(passed, host))
         found[host]["refused"] = {name: refusal(host, **fault) for name, fault in FAULTS.items()}
     return found
 
@@ -276,14 +326,17 @@ FAULTS = {
     "their own loss": {"own": _their_loss},
     "copied tokens": {"copies": True},
     "bypassed head": {"bypasses": True},
+    "their own pass": {"own_pass": True},
 }
 
 
 def refusal(host: str, **fault: Any) -> list[str]:
     """What every rank raises for a fault of the trainer, and how many optimizer steps it has done by then."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1 if "copies" in fault else 2)
+    stages = 1 if fault.keys() & {"copies", "own_pass"} else 2
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
     case, said, model = Case(rollouts_per_step=4), "nothing", hosts.Optimizer.step
     flags = {"fp32_lm_head": True} if "bypasses" in fault else {}
+    flags |= {"pg_fused_head": "forward"} if "own_pass" in fault else {}
     steps: list = []
     hosts.Optimizer.step = lambda self: steps.append(1) or model(self)
     try:

@@ -170,6 +170,7 @@ def worker(
     *,
     per_token: bool = False,
     fused: bool = False,
+    padded: bool = False,
     engine: type | None = None,
     model: DistributedDataParallel | None = None,
     optimizer: Any = None,
@@ -185,7 +186,7 @@ def worker(
         "architectures": ["Qwen2ForCausalLM"],
         "get_processor": lambda: None,
     }
-    actor.engine.use_fused_kernels, actor.engine.use_remove_padding = fused, True
+    actor.engine.use_fused_kernels, actor.engine.use_remove_padding = fused, not padded
     cls = engine or verl.registry.EngineRegistry.get_engine_cls("language_model", "megatron")
 
     class Engine(cls):

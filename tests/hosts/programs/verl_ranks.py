@@ -193,12 +193,21 @@ def worst_of(value: float) -> float:
     return max(every, key=lambda each: math.inf if math.isnan(each) else each)
 
 
-def train(verl: SimpleNamespace, worker: Any, samples: Sequence[Sample], steps: int) -> dict[str, float]:
-    """Metrics of the steps over the batch, as verl's trainer logs them; the optimizer has the gradients."""
+def train(
+    verl: SimpleNamespace, worker: Any, samples: Sequence[Sample], steps: int, *, weighs: bool = False
+) -> dict[str, float]:
+    """Metrics of the steps over the batch, as verl's trainer logs them; the optimizer has the gradients.
+
+    `weighs`: with weights of `algorithm.rollout_correction`.
+    """
     ranks = parallel_state.get_data_parallel_world_size()
     own = samples[parallel_state.get_data_parallel_rank() :: ranks]
     size = len(samples) // steps
-    output = worker.train_mini_batch(host.batch_of(verl, own, actor_of(worker), mini_batch_size=size))
+    data = host.batch_of(verl, own, actor_of(worker), mini_batch_size=size)
+    if weighs:
+        weights = [(sample.old_logprobs - sample.rollout_logprobs).exp().clamp(max=1.2).float() for sample in own]
+        data["rollout_is_weights"] = host.nested(weights)
+    output = worker.train_mini_batch(data)
     return {} if output is None else verl.metrics.reduce_metrics(verl.tensordicts.get(output, "metrics"))
 
 
@@ -270,15 +279,17 @@ THEIRS: dict[str, dict[str, Any]] = {
     "seq-mean-token-sum": {"loss_agg_mode": "seq-mean-token-sum"},
     "KL and entropy": {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.05},
     "KL without a coefficient": {"use_kl_loss": True, "kl_loss_coef": 0.0},
+    "rollout correction": {"weighs": True, "use_kl_loss": True, "kl_loss_coef": 0.1},
 }
 
 
 def beside(verl: SimpleNamespace, flags: dict[str, Any], *, per_token: bool, steps: int) -> dict[str, Any]:
     """One configuration of verl in its own engine and in ours, without any option of ours."""
-    found = {}
+    found, flags = {}, dict(flags)
+    weighs = flags.pop("weighs", False)
     for name, engine in (("theirs", verl.engine.MegatronEngineWithLMHead), ("ours", None)):
         worker = host.worker(verl, host.actor_config(verl, **flags), per_token=per_token, engine=engine)
-        logged = train(verl, worker, batch(one_each=True), steps)
+        logged = train(verl, worker, batch(one_each=True), steps, weighs=weighs)
         found[name] = worker.engine.optimizer.found, logged
     both = zip(found["ours"][0], found["theirs"][0], strict=True)
     pairs = [(ours[i], theirs[i]) for ours, theirs in both for i in theirs]
@@ -343,15 +354,18 @@ def floor(verl: SimpleNamespace) -> float:
 
 
 def filled(verl: SimpleNamespace) -> float:
-    """With rows that fill a batch up, which are not rollouts: at the start, in the middle, and all that a rank has."""
+    """With rows that fill a batch up, which are not rollouts: at the start, in the middle, and all that a rank has.
+
+    Packed, and padded to one width (`use_remove_padding=False`).
+    """
     options = OBJECTIVES["grpo"] | AGGREGATIONS["sample_mean"]
     samples, filling = batch(), [_filling(i) for i in range(12)]
     gradients, _ = expected(samples, settings_of(options))
     mixed = [*filling[:2], *samples[:6], *filling[2:4], *samples[6:]]
     apart = list(itertools.chain.from_iterable(zip(samples, filling, strict=True)))
     worst = 0.0
-    for rows in (mixed, apart):
-        worker = host.worker(verl, host.actor_config(verl, options=options))
+    for rows, padded in itertools.product((mixed, apart), (False, True)):
+        worker = host.worker(verl, host.actor_config(verl, options=options), padded=padded)
         train(verl, worker, rows, 1)
         worst = max(worst, error(worker.engine.optimizer.found[0], gradients))
     return worst
@@ -363,9 +377,9 @@ def _filling(number: int) -> Sample:
     return Sample.build(tokens=[1, 1, 1], response_length=1, loss_mask=[0], advantage=0.0, reward=0.0, **zeros, **ids)
 
 
-def passes(verl: SimpleNamespace, *, fused: bool, temperature: float) -> float:
+def passes(verl: SimpleNamespace, *, temperature: float, **kind: bool) -> float:
     """Largest relative error of the log-probabilities and entropies that verl's pass before training makes."""
-    worker = host.worker(verl, host.actor_config(verl, options={}), fused=fused)
+    worker = host.worker(verl, host.actor_config(verl, options={}), **kind)
     samples = batch()[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
     data = host.batch_of(verl, samples, actor_of(worker), mini_batch_size=12)
     verl.tensordicts.assign_non_tensor(data, calculate_entropy=True, compute_loss=False, temperature=temperature)
@@ -479,7 +493,7 @@ def refusals(verl: SimpleNamespace) -> dict[str, str]:
 
     return {
         "several mini-batches": of(steps=3, loss_aggregation="prompt_mean"),
-        "rollout correction": of(weigh),
+        "rollout correction": of(weigh, pg_correction="tis"),
         "another loss": of(distill),
         "not finite": of(spoil),
     }
@@ -498,9 +512,9 @@ def figures() -> dict[str, Any]:
         of_cases = {", ".join(map(str, each)): case(verl, folder, *each) for each in cases(full, layout)}
         found[layout] = {"cases": of_cases, "filled": filled(verl), "floor": floor(verl)}
         temperatures = (1.0, 0.7) if full else (0.7,)
-        pairs = itertools.product((False, True), temperatures)
-        found[layout]["passes"] = [passes(verl, fused=fused, temperature=tau) for fused, tau in pairs]
-        of_theirs = THEIRS if full else {"default": {}}
+        pairs = itertools.product(({}, {"fused": True}, {"padded": True}), temperatures)
+        found[layout]["passes"] = [passes(verl, **kind, temperature=tau) for kind, tau in pairs]
+        of_theirs = THEIRS if full else {name: THEIRS[name] for name in ("default", "rollout correction")}
         kinds = [(False, 1), (False, 3), (True, 1), (True, 3)] if full else [(False, 3)]
         found[layout]["compared"] = {
             f"{name}, {per_token}, {steps}": beside(verl, flags, per_token=per_token, steps=steps)

@@ -1,5 +1,6 @@
 """A step in a host's loop, on one process and on threads."""
 
+import copy
 import dataclasses
 import math
 import random
@@ -209,6 +210,12 @@ def test_a_loss_that_did_not_run_once_for_every_sample_stops_every_rank(forwards
             step.finish(reports=True)
 
     threads.run(2, work)
+
+
+def test_an_error_keeps_its_text_when_ray_makes_it_again_in_the_driver():
+    error = HostLossError("The problem.")
+    assert str(error) == "The problem. Use a release of the trainer that docs/hosts lists."
+    assert str(copy.copy(error)) == str(error)  # by the same protocol as pickle
 
 
 def test_a_stage_without_the_loss_takes_part_in_the_exchange_alone():

@@ -132,7 +132,7 @@ def test_data_of_another_form_are_refused_by_key(change, message):
         for name in ("tokens", "response_lengths", "total_lengths", "loss_masks", "rollout_ids", "sample_indices")
     }
     data |= {"micro_batch_indices": [[0], [1]], "num_microbatches": [1, 1], "num_rollouts": [6, 6]}
-    rollout = miles._rollout(rollout_hosts.arguments("miles", Case()), data)
+    rollout = miles.HOST.rollout(rollout_hosts.arguments("miles", Case()), data)
     rollout.check_schedule()
     change(data)
     with pytest.raises(HostLossError, match=message):
@@ -140,5 +140,6 @@ def test_data_of_another_form_are_refused_by_key(change, message):
 
 
 def test_a_batch_that_miles_cuts_in_the_trainer_is_refused():
+    miles._taken["data"] = {"tokens": []}
     with pytest.raises(ValueError, match="the rollout data have no micro_batch_indices"):
-        miles._rollout(rollout_hosts.arguments("miles", Case()), {"tokens": []})
+        miles.before_train_step(rollout_hosts.arguments("miles", Case()), 0, 0)

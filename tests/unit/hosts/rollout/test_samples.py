@@ -7,15 +7,15 @@ import threads
 import torch
 
 from megatron_pg.cp_utils import response_index
-from megatron_pg.hosts.rollout.samples import Rollout
+from megatron_pg.hosts.rollout.samples import Rollout, Terms
 from megatron_pg.hosts.rollout.trainer import _check_numbers
 
 ALONE = SimpleNamespace(size=lambda: 1)
 
 
 def rollout_of(**data) -> Rollout:
-    named = {"rollouts_per_step": "n", "old_logprobs": "log_probs", "rewards": None, "samples_per_prompt": 2}
-    return Rollout(data=data, **named)
+    named = {"rollouts_per_step": "n", "old_logprobs": "log_probs", "samples_per_prompt": 2}
+    return Rollout(data=data, terms=Terms(), **named)
 
 
 def data_of(tokens, lengths, values) -> dict:
