@@ -200,6 +200,7 @@ def plan_from_table(
         _check_counted(whole.num_trained, whole.tokens[0], whole.tokens[int(is_kept)])
     with_prompts = number is not None or any(head.has_prompt_ids == 1 for head in heads)
     count = partial(_counts, whole, rule, with_prompts=with_prompts, number=number)
+    tokens = whole.tokens if number is None else [number] * len(whole.tokens)
     counts, of_depths = count(0, live_only=False), [count(column, live_only=rule.live_only) for column in depths]
     of_objective = count(int(is_kept or is_varied), live_only=rule.live_only)
     is_out = whole.is_flat & is_varied
@@ -208,13 +209,13 @@ def plan_from_table(
         divisor=rule.divisor,
         denominators=_denominators(of_objective, rule.aggregation, is_out),
         number=_number(of_objective, rule.aggregation),
-        terms=_plan_terms(rule, whole, count, is_out),
+        terms=_plan_terms(rule, tokens, count, is_out),
         depth_denominators=tuple(_denominators(depth, rule.depth_aggregation) for depth in of_depths),
         depth_counts=tuple(whole.tokens[column] for column in depths),
         num_samples=sum(head.num_samples for head in heads),
         num_rollouts=counts.num_rollouts,
         num_prompts=counts.num_prompts,
-        num_tokens=whole.tokens[0],
+        num_tokens=tokens[0],
         num_turns=counts.num_turns,
         num_trained=whole.num_trained,
         num_response_tokens=whole.num_response_tokens,
@@ -229,7 +230,7 @@ def plan_from_table(
 
 
 def _plan_terms(
-    rule: PlanRule, whole: WholeStep, count: Callable[..., StepCounts], is_out: Tensor
+    rule: PlanRule, tokens: Sequence[int], count: Callable[..., StepCounts], is_out: Tensor
 ) -> dict[str, TermPlan]:
     """The plan of every further loss term; on the objective's tokens it counts the same units as the objective."""
     plans, columns = {}, rule.columns
@@ -243,7 +244,7 @@ def _plan_terms(
             denominators = _denominators(replace(counts, divisor=term.divisor), term.aggregation, is_out & is_policys)
         plans[term.name] = TermPlan(
             denominators=denominators,
-            num_tokens=whole.tokens[column],
+            num_tokens=tokens[column],
             num_rollouts=count(column, live_only=False).num_rollouts,
         )
     return plans

@@ -38,6 +38,7 @@ class CriticDocument:
     mask: np.ndarray  # [R] bool
     rollout_id: object = None
     prompt_id: object = None
+    reward: float | None = None
 
     def rows(self, tokens: str) -> np.ndarray | None:
         """[k] trained positions; it belongs to the objective alone."""

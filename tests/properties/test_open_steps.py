@@ -244,6 +244,9 @@ REFUSED = {
         "aggregation": "prompt_mean", "denominator": "kept", "correction": Correction(name="opsm", high=0.1),
     },
     "a loss without the objective": {"terms": replace(simulation.GRPO, has_objective=False, further=(SFT,))},
+    "--loss-aggregation turn_mean, whose turns": {"aggregation": "turn_mean"},
+    "--pg-weight-denominator weights, whose sums": {"sums_weights": True},
+    "--pg-denominator varied, which leaves groups out": {"denominator": "varied"},
     "expected=0 is not a whole number of rollouts": {"expected": 0},
     "expected=2.5 is not a whole number of tokens": {"expected": 2.5, "aggregation": "token_mean"},
 }  # fmt: skip

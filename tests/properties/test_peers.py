@@ -552,7 +552,8 @@ def test_every_row_of_the_pages_has_a_test():
         "`grpo`",  # as `--pg-clip-eps-low`
         *("`m2po`", "`clip_cov`", "`kl_cov`", "`top_entropy`"),  # of whole steps: tests/properties/test_selections.py
         "`rejection`",  # below
-        *("`scheduled`", "`live`", "`kept`"),
+        *("`scheduled`", "`live`", "`kept`", "`varied`"),
+        "`kpop`",  # tests/properties/test_weights_and_turns.py
         *("`k1`", "`k2`", "`k3`", "`abs`", "`k1_weighted`", "`k3_weighted`"),
     }
     assert first_cells("migrating.md") | first_cells("objectives.md") | first_cells("corrections.md") <= tested

@@ -312,6 +312,8 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
         "pg_role": "policy",
         "pg_correction": "none",
         "pg_denominator": "scheduled",
+        "pg_weight_denominator": "tokens",
+        "pg_sequence_level": "sample",
         "pg_kl_coef": 0.0,
         "pg_entropy_coef": 0.0,
         "pg_aux_aggregation": "default",
