@@ -21,6 +21,8 @@ VALUES = {  # a value that a field can have in one sample; where a line has none
     "ref_logprobs": [-0.75, -0.25],
     "teacher_logprobs": [-0.875, -0.375],
     "old_entropies": [0.5, 0.0],
+    "values": [0.5, 0.25],
+    "returns": [1.0, 0.75],
     "token_weights": [0.5, 0],
     "turns": [1, 1],
     "teacher_topk": TOP,

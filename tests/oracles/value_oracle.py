@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import step_oracle
-from step_oracle import POLICY, Settings
+from step_oracle import POLICY, Document, Settings
 
 METRICS = (
     *("value_loss", "value_clipped_fraction", "explained_variance"),
@@ -39,10 +39,14 @@ class CriticDocument:
     rollout_id: object = None
     prompt_id: object = None
     reward: float | None = None
+    token_weights: np.ndarray | None = None  # [R]
+    turns: Sequence[int] | None = None
 
     def rows(self, tokens: str) -> np.ndarray | None:
         """[k] trained positions; it belongs to the objective alone."""
         return np.flatnonzero(self.mask) if tokens == POLICY else None
+
+    factors, turn_of = Document.factors, Document.turn_of
 
 
 @dataclass
@@ -63,17 +67,17 @@ def loss_and_slope(v: float, old: float, target: float, clip: float) -> tuple[fl
 
 def run(documents: Sequence[CriticDocument], settings: Settings, clip: float = math.inf) -> CriticResult:
     """Of `settings` the aggregation with its divisor, the denominator, per_token and grad_divisor are read."""
-    counts = [int(document.mask.sum()) for document in documents]
-    deltas = step_oracle.policy_denominators(documents, settings, counts)
+    trained = [document.rows(POLICY) for document in documents]
+    deltas = step_oracle.policy_denominators(documents, settings, trained)
     gradients = [np.zeros(len(document.mask)) for document in documents]
     summands, tokens, clipped = [], [], []
     for document, delta, gradient in zip(documents, deltas, gradients, strict=True):
-        found = []
-        for k in document.rows(POLICY):
+        found, rows = [], document.rows(POLICY)
+        for k, weight in zip(rows, document.factors(rows) / delta, strict=True):
             v, target = float(document.values[k]), float(document.returns[k])
             loss, slope, is_clipped = loss_and_slope(v, float(document.old[k]), target, clip)
-            summands.append(loss / delta)
-            gradient[k] = slope / delta / settings.grad_divisor
+            summands.append(loss * weight)
+            gradient[k] = slope * weight / settings.grad_divisor
             tokens.append((v, target))
             found.append(is_clipped)
         if found:

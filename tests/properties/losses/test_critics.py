@@ -22,6 +22,7 @@ from step_cases import AGGREGATIONS, CUSTOM, first_row, root_length_reducer, sil
 from step_oracle import Settings
 from torch import Tensor
 from value_oracle import CriticDocument
+from weight_cases import with_weights_and_turns
 
 from megatron_pg.batch import pack
 from megatron_pg.kernels import LossTerms
@@ -58,7 +59,8 @@ class CriticCase:
             terms=terms,
             denominator=asked.denominator,
         )
-        return dataclasses.replace(found, metrics=metrics_of("basic", terms, NONE))
+        sums_weights = asked.weight_denominator == "weights"
+        return dataclasses.replace(found, metrics=metrics_of("basic", terms, NONE), sums_weights=sums_weights)
 
     def step(self, layout: Layout, rng: random.Random) -> Step:
         columns = [values[:, None].repeat(1, layout.tensor) for values in self.values]
@@ -74,6 +76,8 @@ class CriticCase:
                 mask=s.loss_mask.numpy(),
                 rollout_id=s.rollout_id,
                 prompt_id=s.prompt_id,
+                token_weights=None if s.token_weights is None else s.token_weights.numpy(),
+                turns=s.turns,
             )
             for s, values in zip(self.samples, self.values, strict=True)
         ]
@@ -99,7 +103,9 @@ class CriticCase:
 
 def random_case(rng: random.Random) -> CriticCase:
     """Values on both sides of the clip range, and in some steps equal returns, or a masked token's garbage."""
-    samples, clip = random_step(rng, vocabulary=12), rng.choice([math.inf, 0.1, 0.5])
+    aggregation, clip = rng.choice([*AGGREGATIONS, "turn_mean"]), rng.choice([math.inf, 0.1, 0.5])
+    p_none = 0.0 if aggregation == "turn_mean" else 0.5
+    samples = [with_weights_and_turns(sample, rng, p_none) for sample in random_step(rng, vocabulary=12)]
     at, scale = rng.choice([0.0, 0.0, 5.0]), rng.choice([0.3, 3.0])
 
     def drawn(sample: Sample) -> Tensor:
@@ -114,14 +120,14 @@ def random_case(rng: random.Random) -> CriticCase:
         table = torch.tensor([rng.gauss(at, scale) for _ in sample.tokens], dtype=torch.float64)
         table[silent_positions(sample)] = rng.choice(BAD)
         values.append(table)
-    aggregation = rng.choice(AGGREGATIONS)
     per_token = rng.random() < 0.5
-    is_live = rng.random() < 0.3 and aggregation not in ("token_mean", CUSTOM)
+    is_live = rng.random() < 0.3 and aggregation not in ("token_mean", "turn_mean", CUSTOM)
     asked = Settings(
         aggregation=aggregation,
         divisor=divisor_of(aggregation, rng.uniform(1, 5000)),
         per_token=per_token,
         denominator="live" if is_live else "scheduled",
+        weight_denominator=rng.choice(["tokens", "weights"]),
         grad_divisor=rng.choice([1.0, 64.0]),
     )
     return CriticCase(made, values, asked, clip)
@@ -159,7 +165,7 @@ def test_the_cases_hold_what_breaks_such_code():
         seen["negative explained variance"] += metrics.get("explained_variance", 0) < 0
         seen[case.asked.aggregation, case.asked.per_token] += 1
         seen[case.asked.denominator] += 1
-    assert len(seen) == 5 + 2 * len(AGGREGATIONS) + 2
+    assert len(seen) == 5 + 2 * (len(AGGREGATIONS) + 1) + 2
     assert min(seen.values()) > 0
 
 
