@@ -41,10 +41,9 @@ FAST = [
     pp2v-prompt_mean-fused-whole tp2-constant-recompute-whole-tied
     tp2s-constant-fused-kept cp2t-sample_mean-kept tp2-token_mean-recompute-kept
     dp2-constant-klcov cp2t-token_mean-klcov tp2s-sample_mean-fused-klcov pp2v-prompt_mean-klcov
-    dp2t-turn_mean-turns cp2-turn_mean-turns cp2t-sample_mean-turns tp2s-turn_mean-recompute-turns pp2v-token_mean-turns
+    dp2t-turn_mean-turns tp2s-turn_mean-recompute-turns
     dp2-prompt_mean-dist dp2-constant-tied-dist-overlap dp2-sample_mean-uneven
     cp2t-token_mean-capped tp2s-constant-capped-fused-tied pp2-prompt_mean-gemma tp2-sample_mean-gemma-fused
-    pp2v-token_mean-gemma-recompute tp2s-constant-gemma-fp32-tied dp2-sample_mean-gemma-gspo-recompute
     """),
 ]
 # without the entropy that the other cases report
@@ -77,7 +76,8 @@ FULL = [
     *crossed(TWO, EVERY_MODE, ". tied dist overlap tied-dist-overlap"),
     *crossed(TWO, EVERY_MODE, "fused recompute", ". tied-dist-overlap"),
     *crossed(TWO, EVERY_MODE, "fp32-tied-dist-overlap"),
-    "dp2-token_mean-uneven",
+    *words("dp2-token_mean-uneven pp2v-token_mean-turns"),
+    *words("pp2v-token_mean-gemma-recompute tp2s-constant-gemma-fp32-tied dp2-sample_mean-gemma-gspo-recompute"),
 ]
 FULL_4 = crossed(FOUR, EVERY_MODE, ". tied-dist-overlap fused-tied-dist-overlap")
 FULL_4 += crossed("ep4 dp4ep2 ep2pp2 ep2cp2", EVERY_MODE, "experts", ". dist-overlap")
@@ -96,15 +96,16 @@ MTP = words("""
     ep2-token_mean-experts-mtp ep2-sample_mean-experts-mtp-fused
     dp2-token_mean-mtp-hybrid cp2t-token_mean-mtp-fused-hybrid pp2-constant-mtp2-hybrid
     tp2s-constant-mtp2-recompute-hybrid
-    dp2-token_mean-mtp-policy dp2t-prompt_mean-mtp-own-policy-uneven cp2-constant-mtp2-policy
-    cp2t-token_mean-mtp2-policy-fused cp2t-constant-mtp-own-policy tp2s-constant-mtp2-policy-recompute
-    pp2-token_mean-mtp-policy tp2-token_mean-mtp-policy-gemma-fused cp2t-token_mean-mtp-policy-gemma
+    dp2-token_mean-mtp-policy cp2t-token_mean-mtp2-policy-fused tp2s-constant-mtp2-policy-recompute
+    pp2-token_mean-mtp-policy
 """)
 MTP_FULL = [
     *crossed(TWO, EVERY_MODE, "mtp mtp2", ". fused recompute fp32-tied"),
     *crossed("ep2 ep2t", EVERY_MODE, "experts-mtp", ". fused-dist-overlap"),
     *crossed("dp2t cp2t tp2s pp2", EVERY_MODE, "mtp-own"),
     *words("cp2t-token_mean-mtp-terms pp2-token_mean-mtp-fused-terms cp2t-token_mean-mtp-fused-whole"),
+    *words("dp2t-prompt_mean-mtp-own-policy-uneven cp2-constant-mtp2-policy cp2t-constant-mtp-own-policy"),
+    *words("tp2-token_mean-mtp-policy-gemma-fused cp2t-token_mean-mtp-policy-gemma"),
 ]
 MTP_REFERENCES = crossed("dp1", EVERY_MODE, "mtp mtp2 mtp-own mtp2-own tied-mtp tied-mtp2 experts-mtp")
 MTP_REFERENCES += ["dp1-token_mean-mtp-hybrid", "dp1-constant-mtp2-hybrid"]
@@ -137,16 +138,15 @@ PIECES_4 = ["ep2pp2v-sample_mean-experts", "ep2pp2v-token_mean-experts-mtp", "ep
 REFERENCES += [*crossed("dp1", EVERY_MODE, "whole"), "dp1-constant-tied-whole"]
 # critic: a value head, with samples that have values and returns
 CRITICS = words("""
-    dp2-sample_mean-critic dp2t-constant-critic-dist-overlap cp2-prompt_mean-critic cp2t-token_mean-critic
-    tp2-constant-critic tp2s-sample_mean-critic tp2s-token_mean-critic-dist-overlap tp2ts-prompt_mean-critic-activations
-    pp2-token_mean-critic pp2v-sample_mean-critic dp2-token_mean-critic-uneven dp2t-token_mean-critic-docs
-    dp2-constant-critic-hybrid tp2s-token_mean-critic-hybrid cp2t-prompt_mean-critic-rope-dynamic
+    dp2-sample_mean-critic cp2t-token_mean-critic tp2s-token_mean-critic-dist-overlap pp2v-sample_mean-critic
+    dp2t-token_mean-critic-docs dp2-constant-critic-hybrid cp2t-prompt_mean-critic-rope-dynamic
     ep2-constant-critic-experts
 """)
 CRITICS_FULL = [
     *crossed(TWO, EVERY_MODE, "critic", ". dist-overlap activations"),
     *crossed("dp2t cp2t tp2s pp2", EVERY_MODE, "critic-hybrid"),
     *crossed("dp2t cp2t tp2ts", EVERY_MODE, "critic-docs"),
+    *words("tp2ts-prompt_mean-critic-activations dp2-token_mean-critic-uneven"),
 ]
 CRITICS_4 = crossed("dp2cp2t tp2pp2sv dp2tp2s tp2cp2", EVERY_MODE, "critic")
 REFERENCES += [*crossed("dp1", EVERY_MODE, "critic"), "dp1-prompt_mean-rope-critic", "dp1-constant-experts-critic"]
