@@ -125,7 +125,7 @@ def rejected_whole(sample: Sample, number: int) -> Sample:
 def test_every_loss_of_an_open_step_equals_the_closed_one(layout, full, evidence):
     rng = random.Random(f"open objectives {layout}")
     cases = []
-    while len(cases) < (FULL[layout.world_size] if full else 6):
+    while len(cases) < (FULL[layout.world_size] if full else 4):
         case = random_open_case(rng)
         if case.asked.denominator != "kept" or step_cases.keeps_some(case):
             cases.append(case)

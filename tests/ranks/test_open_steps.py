@@ -9,10 +9,8 @@ from processes import gradients, report, worst_difference
 from rank_cases import LIMIT, crossed, reference_of, words
 
 FAST = words("""
-    dp2-sample_mean dp2-prompt_mean-tied dp2-token_mean-dist-overlap dp2-constant-dist dp2t-token_mean-overlap
-    dp2-sample_mean-nothing dp2t-constant-sft dp2-token_mean-sft
-    cp2t-prompt_mean cp2-token_mean-recompute tp2s-constant-fused-tied tp2s-sample_mean
-    pp2-token_mean-tied pp2v-sample_mean pp2-constant-fused dp2-sample_mean-mtp-own dp2-token_mean-experts
+    dp2-sample_mean dp2-token_mean-dist-overlap dp2-sample_mean-nothing dp2t-constant-sft
+    cp2t-prompt_mean tp2s-constant-fused-tied pp2-token_mean-tied pp2v-sample_mean dp2-sample_mean-mtp-own
 """)
 FULL = [
     *crossed("dp2 dp2t", "sample_mean prompt_mean token_mean constant", ". dist overlap dist-overlap nothing sft"),
