@@ -428,7 +428,8 @@ def test_a_target_outside_the_vocabulary_makes_loss_and_gradient_of_its_row_nan(
 
 def test_a_deferred_call_is_handed_over_once_and_nothing_of_it_is_kept():
     """The hidden states of a micro-batch must not outlive its loss."""
-    layer = SimpleNamespace(_forward_impl=lambda **arguments: "logits", forward=None)
+    layer = torch.nn.Identity()
+    layer._forward_impl = lambda **arguments: "logits"
     is_wanted = [True]
     deferred = DeferredHead()
     deferred.put_into(layer, lambda: is_wanted[0])
