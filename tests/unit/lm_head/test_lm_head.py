@@ -7,7 +7,6 @@ import random
 import warnings
 import weakref
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import pytest
 import single_pass
