@@ -17,7 +17,7 @@ LEVELS = {"int8": 127, "int4": 7}  # largest magnitude of quantized weights
 
 @dataclass
 class Turn:
-    """What the model said in one turn: token ids, their log-probabilities, and whether it ended by itself."""
+    """One turn of the model: token ids, their log-probabilities, and whether it ended by itself."""
 
     tokens: list[int]
     logprobs: list[float]

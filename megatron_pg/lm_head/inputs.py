@@ -139,13 +139,18 @@ class _SumGradient(torch.autograd.Function):
         return grad, None
 
 
+def gathered_sequence(part: Tensor, group: ProcessGroup) -> Tensor:
+    """All positions of a row, from each tensor-parallel rank's part of them."""
+    whole = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
+    torch.distributed.all_gather_into_tensor(whole, part.contiguous(), group=group)
+    return whole
+
+
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, group):
         ctx.group = group
-        whole = hidden.new_empty(hidden.shape[0] * group.size(), *hidden.shape[1:])
-        torch.distributed.all_gather_into_tensor(whole, hidden.contiguous(), group=group)
-        return whole
+        return gathered_sequence(hidden, group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from megatron_pg.lm_head.inputs import gathered_sequence
 from megatron_pg.lm_head.products import logits_dtype
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -46,9 +47,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values, group):
         ctx.group = group
-        whole = values.new_empty(values.shape[0] * group.size(), *values.shape[1:])
-        torch.distributed.all_gather_into_tensor(whole, values.contiguous(), group=group)
-        return whole
+        return gathered_sequence(values, group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

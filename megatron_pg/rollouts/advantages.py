@@ -153,7 +153,7 @@ MASKED = ("skip", "pass")  # how `gae` treats masked tokens
 
 @dataclass(frozen=True, slots=True)
 class Gae:
-    """Advantages and returns of a trajectory, by turn; 0 at tokens that are no steps."""
+    """Advantages and returns of a trajectory, by turn; 0 at tokens that are not steps."""
 
     advantages: list[list[float]]  # [R] of each turn
     returns: list[list[float]]  # that the critic learns
