@@ -1,12 +1,12 @@
-"""Does it change a run? Experiments with the chat example, on one GPU or on a CPU.
+"""Does it change a run? Experiments with the chat example, on GPUs or on a CPU.
 
-    python -m chat.evidence start word_problems --model FOLDER --runs runs/chat_evidence   # a supervised start, once
-    python -m chat.evidence run quantized --model FOLDER --runs runs/chat_evidence --minutes 9
-    python -m chat.evidence show quantized --runs runs/chat_evidence
+    python -m chat.evidence start word_problems times_table calculator --model FOLDER   # once: where other runs begin
+    python -m chat.evidence run head quantized --model FOLDER --minutes 9 --jobs 8
+    python -m chat.evidence show head quantized
 
-`run` trains what is missing, `--jobs` at a time, and can be started again: a run that has ended has summary.json, and
-one that was cut begins again. `show` prints means over the last steps and writes EXPERIMENT.json with the curves.
-PYTHONPATH is examples/ and what launch.sh needs.
+`run` trains what is missing, `--jobs` at a time over all GPUs, and can be started again: a run that has ended has
+summary.json, and one that was cut begins again. `show` prints means over the last steps and writes EXPERIMENT.json with
+the curves. PYTHONPATH is examples/ and what launch.sh needs.
 """
 
 import argparse
@@ -18,12 +18,33 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
+import torch
 
 ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One of the choices that an experiment compares."""
+
+    flags: str  # {NAME}: the folder of that start's model
+    start: str | None = None  # whose model it begins with; None: the pretrained one
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+STARTS = {
+    "times_table": Arm("--task times_table --train-iters 25"),
+    "word_problems": Arm("--task word_problems --imitate --train-iters 40 --lr 1e-4"),
+    "calculator": Arm("--task calculator --imitate --train-iters 20 --lr 1e-4"),
+}
 CORRECTIONS = {
     "none": "none",
     "tis": "tis,high=2",
@@ -31,33 +52,65 @@ CORRECTIONS = {
     "icepop": "icepop,low=0.5,high=2",
     "rejection": "rejection,level=seq_mean,estimator=k3,high=0.05",
 }
-WORD_PROBLEMS = "--task word_problems --train-iters 60"
-EXPERIMENTS = {  # the flags of each arm
+WORD_PROBLEMS = "--task word_problems --max-new-tokens 96 --global-batch-size 256 --micro-batch-size 64"
+TOKEN_MEAN = "--train-iters 30 --loss-aggregation token_mean"
+FLOAT32 = {"DTYPE": "fp32"}
+SFT = "--pg-term sft:ce,weight=0.2,aggregation=token_mean"
+EXPERIMENTS = {
     "head": {
-        "bfloat16": "",
-        "float32 trainer": "--fp32-lm-head",
-        "float32 engine": "--engine-fp32-head",
-        "float32 both": "--fp32-lm-head --engine-fp32-head",
+        "bfloat16": Arm(""),
+        "float32 trainer": Arm("--fp32-lm-head"),
+        "float32 engine": Arm("--engine-fp32-head"),
+        "float32 both": Arm("--fp32-lm-head --engine-fp32-head"),
     },
     "quantized": {
-        f"{bits}, {name}": f"--engine-weights {bits} --pg-correction {shlex.quote(correction)}"
+        f"{bits}, {name}": Arm(f"--train-iters 40 --engine-weights {bits} --pg-correction {shlex.quote(correction)}")
         for bits in ("int8", "int4")
         for name, correction in CORRECTIONS.items()
     },
     "aggregation": {
-        "sample_mean": f"{WORD_PROBLEMS} --loss-aggregation sample_mean",
-        "prompt_mean": f"{WORD_PROBLEMS} --loss-aggregation prompt_mean",
-        "token_mean": f"{WORD_PROBLEMS} --loss-aggregation token_mean",
-        "constant, L=160": f"{WORD_PROBLEMS} --loss-aggregation constant --loss-aggregation-divisor 160",
-        "constant, L=40": f"{WORD_PROBLEMS} --loss-aggregation constant --loss-aggregation-divisor 40",
+        name: Arm(f"{WORD_PROBLEMS} --train-iters 50 --loss-aggregation {flags}", "word_problems")
+        for name, flags in {
+            "sample_mean": "sample_mean",
+            "prompt_mean": "prompt_mean",
+            "token_mean": "token_mean",
+            "constant, L=96": "constant --loss-aggregation-divisor 96",
+            "constant, L=24": "constant --loss-aggregation-divisor 24",
+        }.items()
+    },
+    "sampling": {
+        "top-p, mask": Arm("--train-iters 40 --top-p 0.9"),
+        "top-p, no mask": Arm("--train-iters 40 --top-p 0.9 --no-sampling-mask"),
+        "top-p, tis": Arm("--train-iters 40 --top-p 0.9 --no-sampling-mask --pg-correction tis,high=2"),
+        "top-k, mask": Arm("--train-iters 40 --top-k 8"),
+        "top-k, no mask": Arm("--train-iters 40 --top-k 8 --no-sampling-mask"),
+    },
+    "microbatches": {
+        "exact, 96 rows": Arm(TOKEN_MEAN, environment=FLOAT32),
+        "exact, 32 rows": Arm(f"{TOKEN_MEAN} --micro-batch-size 32", environment=FLOAT32),
+        "means of 32": Arm(f"{TOKEN_MEAN} --microbatch-means 32", environment=FLOAT32),
+        "means of 4": Arm(f"{TOKEN_MEAN} --microbatch-means 4", environment=FLOAT32),
+    },
+    "distillation": {
+        "reward": Arm(""),
+        "teacher": Arm("--teacher {times_table} --pg-term opd:opd,on=rl --pg-term rl:rl,weight=0"),
+        "both": Arm("--teacher {times_table} --pg-term opd:opd,on=rl,weight=0.2"),
+    },
+    "sft": {
+        "rl": Arm(f"{WORD_PROBLEMS} --train-iters 40"),
+        "sft": Arm(f"{WORD_PROBLEMS} --train-iters 40 --demonstrations 64 {SFT} --pg-term rl:rl,weight=0"),
+        "sft + rl": Arm(f"{WORD_PROBLEMS} --train-iters 40 --demonstrations 64 {SFT}"),
+    },
+    "tasks": {
+        "word_count": Arm("--task word_count --train-iters 40"),
+        "calculator": Arm("--task calculator --train-iters 30", "calculator"),
     },
 }
-FROM_START = {"aggregation": "word_problems"}  # experiments that go on from the supervised start of a task
-START = "--imitate --train-iters 40 --lr 1e-4"
 KEPT = (  # metrics of summary.json
     *("reward", "exact_match", "response_length", "length_of_right", "length_of_wrong", "truncated_fraction"),
     *("entropy", "grad_norm", "clipped_ratio_fraction", "ess", "mismatch_kl", "mismatch_max", "correction_factor"),
-    *("rejected_fraction", "mismatch/difference", "mismatch/spread", "sampling_seconds", "step_seconds"),
+    *("rejected_fraction", "mismatch/difference", "mismatch/spread", "sft/mean", "opd/mean"),
+    *("sampling_seconds", "step_seconds"),
 )
 LAST = 5  # steps that the means of a table are over
 
@@ -68,6 +121,8 @@ def log_ratios(path: Path) -> list[dict[str, float]]:
     with open(path, encoding="utf-8") as lines:
         next(lines)  # the header
         for sample in map(json.loads, lines):
+            if sample.get("rollout_logprobs") is None:  # a demonstration
+                continue
             d = np.subtract(sample["old_logprobs"], sample["rollout_logprobs"])
             steps.setdefault(sample["step"], []).append(d[np.array(sample["loss_mask"], bool)])
     return [_tail(np.concatenate(steps[step])) for step in sorted(steps)]
@@ -86,41 +141,70 @@ class Runs:
     Args:
         folder: where they are.
         minutes: what has not ended then is stopped.
+        jobs: runs at a time, spread over the GPUs.
         flags: further flags of every run.
         keep_rollouts: keep rollouts.jsonl of runs that have ended.
     """
 
-    def __init__(self, folder: Path, minutes: float, flags: str, *, keep_rollouts: bool):
+    def __init__(self, folder: Path, minutes: float, jobs: int, flags: str, *, keep_rollouts: bool):
         self.folder, self._flags, self._keep_rollouts = folder, shlex.split(flags), keep_rollouts
         self._end = time.monotonic() + 60 * minutes
+        self._longest = 0.0  # seconds of a run
+        self._devices: SimpleQueue[dict[str, str]] = SimpleQueue()
+        gpus = torch.cuda.device_count()
+        for job in range(jobs):
+            self._devices.put({"CUDA_VISIBLE_DEVICES": str(job % gpus), "PROCESSES": "1"} if gpus else {})
 
     def of(self, experiment: str, arm: str, seed: int) -> Path:
         """The folder of a run."""
         return self.folder / experiment / f"{arm.replace(', ', '-').replace(' ', '-')}-{seed}"
 
-    def train(self, folder: Path, model: Path, flags: str) -> str:
+    def start(self, name: str) -> Path:
+        """The model of a start."""
+        return self.folder / "start" / name / "model"
+
+    def train(self, folder: Path, model: Path, arm: Arm, further: str) -> str:
         """Train a run that is missing; how it ended."""
         if (folder / "summary.json").exists():
             return "done before"
-        if time.monotonic() > self._end:
-            return "not begun"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        started = time.monotonic()
+        with self._device() as device:
+            if self._end - time.monotonic() < self._longest:
+                return "not begun"
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            started = time.monotonic()
+            flags = f"{arm.flags.format(**{name: self.start(name) for name in STARTS})} {further}"
+            environment = {"PYTHON": sys.executable} | os.environ | device | arm.environment
+            environment |= {"MODEL": str(self.start(arm.start) if arm.start else model), "RUN_DIR": str(folder)}
+            code = self._run(folder, flags, environment)
+            if code is None:
+                return "stopped"
+            if code:
+                return f"exit code {code}, see {folder / 'output.txt'}"
+            self._longest = max(self._longest, time.monotonic() - started)
+            self._summarize(folder, flags, time.monotonic() - started)
+            return "done"
+
+    @contextmanager
+    def _device(self) -> Iterator[dict[str, str]]:
+        """The environment of a free place on a GPU."""
+        device = self._devices.get()
+        try:
+            yield device
+        finally:
+            self._devices.put(device)
+
+    def _run(self, folder: Path, flags: str, environment: dict[str, str]) -> int | None:
+        """The exit code of launch.sh; None if it was stopped."""
         words = ["bash", str(ROOT / "examples/chat/launch.sh"), *shlex.split(flags), *self._flags]
-        environment = {"PYTHON": sys.executable} | os.environ | {"MODEL": str(model), "RUN_DIR": str(folder)}
         with (folder / "output.txt").open("w") as output:
             process = subprocess.Popen(words, env=environment, stdout=output, stderr=output, start_new_session=True)
             try:
-                code = process.wait(max(self._end - time.monotonic(), 1))
+                return process.wait(max(self._end - time.monotonic(), 1))
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGTERM)
                 process.wait()
-                return "stopped"
-        if code:
-            return f"exit code {code}, see {folder / 'output.txt'}"
-        self._summarize(folder, flags, time.monotonic() - started)
-        return "done"
+                return None
 
     def _summarize(self, folder: Path, flags: str, seconds: float) -> None:
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -134,6 +218,9 @@ class Runs:
         }
         if "--imitate" not in flags:
             summary["log_ratios"] = log_ratios(folder / "rollouts.jsonl")
+            words = [sys.executable, "-m", "megatron_pg", "mismatch", str(folder / "rollouts.jsonl")]
+            told = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
+            (folder / "mismatch.txt").write_text(told.stdout + told.stderr, encoding="utf-8")
         if not self._keep_rollouts:
             (folder / "rollouts.jsonl").unlink()
         scratch = folder / "summary.part"
@@ -149,14 +236,22 @@ def shown(runs: Runs, experiment: str) -> str:
         found[arm] = {path.parent.name.rpartition("-")[2]: json.loads(path.read_text("utf-8")) for path in paths}
     (runs.folder / f"{experiment}.json").write_text(json.dumps(found), encoding="utf-8")
     names = [n for n in KEPT if any(n in run["curves"] for of_seeds in found.values() for run in of_seeds.values())]
-    lines = [f"| {experiment} | seeds | {' | '.join(names)} | mean abs. log-ratio | p99 | max |"]
-    lines.append("|---|---:|" + "---:|" * (len(names) + 3))
+    heads = [*names, "mean abs. log-ratio", "p99", "max", "first step with other answers"]
+    lines = [f"| {experiment} | seeds | {' | '.join(heads)} |", "|---|---:|" + "---:|" * len(heads)]
+    first = next(iter(found.values()))
     for arm, of_seeds in found.items():
         cells = [_cell([_last(run["curves"].get(name, [])) for run in of_seeds.values()]) for name in names]
         for name in ("mean_abs", "p99", "max"):
             cells.append(_cell([_last([s[name] for s in run.get("log_ratios", [])]) for run in of_seeds.values()]))
-        lines.append(f"| {arm} | {len(of_seeds)} | {' | '.join(cells)} |")
+        parts = [_first_difference(run, first[seed]) for seed, run in of_seeds.items() if seed in first]
+        lines.append(f"| {arm} | {len(of_seeds)} | {' | '.join(cells)} | {', '.join(map(str, parts))} |")
     return "\n".join(lines)
+
+
+def _first_difference(run: dict, other: dict) -> int | str:
+    """The first step, from 1, in which the answers of two runs have other lengths or rewards."""
+    pairs = [zip(*(r["curves"][name] for name in ("response_length", "reward")), strict=True) for r in (run, other)]
+    return next((k for k, (a, b) in enumerate(zip(*pairs, strict=False), 1) if a != b), "–")
 
 
 def _last(curve: list[float | None]) -> float | None:
@@ -176,41 +271,50 @@ def main() -> None:
     """Starts, runs or shows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("start", "run", "show"))
-    parser.add_argument("name", help=f"start: the task; else the experiment: {', '.join(EXPERIMENTS)}")
+    names = f"start: of {', '.join(STARTS)}; else experiments: {', '.join(EXPERIMENTS)}"
+    parser.add_argument("names", nargs="+", choices=(*STARTS, *EXPERIMENTS), metavar="NAME", help=names)
     parser.add_argument("--model", type=Path, help="folder or GGUF file of the pretrained model")
     parser.add_argument("--runs", type=Path, default=Path("runs/chat_evidence"), help="folder of the runs")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--arms", nargs="+", help="only these arms of the experiment")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--arms", nargs="+", help="only these arms of the experiments")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, over all GPUs")
     parser.add_argument("--minutes", type=float, default=9, help="what has not ended then is stopped")
     parser.add_argument("--flags", default="", help='further flags of every run: --flags="…"')
-    parser.add_argument("--keep-rollouts", action="store_true", help="keep rollouts.jsonl, for megatron-pg mismatch")
+    parser.add_argument("--keep-rollouts", action="store_true", help="keep rollouts.jsonl of every run")
     args = parser.parse_args()
-    runs = Runs(args.runs.resolve(), args.minutes, args.flags, keep_rollouts=args.keep_rollouts)
+    known = STARTS if args.what == "start" else EXPERIMENTS
+    if unknown := [name for name in args.names if name not in known]:
+        parser.error(f"{args.what} {unknown[0]} does not exist. Choose from {', '.join(known)}.")
+    runs = Runs(args.runs.resolve(), args.minutes, args.jobs, args.flags, keep_rollouts=args.keep_rollouts)
     if args.what == "show":
-        print(shown(runs, args.name))
+        print("\n\n".join(shown(runs, name) for name in args.names))
         return
     if args.model is None or not args.model.exists():
         parser.error(f"--model {args.model} does not exist. Give the folder or the GGUF file of the pretrained model.")
-    start = runs.folder / "start"
-    if args.what == "start":
-        folder = start / args.name
-        print(runs.train(folder, args.model.resolve(), f"--task {args.name} {START} --export {folder / 'model'}"))
-        return
-    model = start / FROM_START[args.name] / "model" if args.name in FROM_START else args.model.resolve()
-    arms = {arm: flags for arm, flags in EXPERIMENTS[args.name].items() if arm in (args.arms or EXPERIMENTS[args.name])}
-    with ThreadPoolExecutor(args.jobs) as pool:
-        jobs = {
-            (arm, seed): pool.submit(runs.train, runs.of(args.name, arm, seed), model, f"{flags} --seed {seed}")
-            for seed in args.seeds
-            for arm, flags in arms.items()
-        }
-        endings = {}
-        for (arm, seed), job in jobs.items():
-            endings[arm, seed] = job.result()
-            print(f"{args.name}, {arm}, seed {seed}: {endings[arm, seed]}", flush=True)
-    if not all(ending.startswith("done") for ending in endings.values()):
+    if not train_all(runs, planned(runs, args), args.model.resolve(), args.jobs):
         sys.exit("not all runs have ended: start the same command again")
+
+
+def planned(runs: Runs, args: argparse.Namespace) -> list[tuple[str, Path, Arm, str]]:
+    """Name, folder, arm and further flags of each run, all arms of a seed before the next seed."""
+    if args.what == "start":
+        return [(n, runs.start(n).parent, STARTS[n], f"--export {runs.start(n)}") for n in args.names]
+    return [
+        (f"{experiment}, {name}, seed {seed}", runs.of(experiment, name, seed), arm, f"--seed {seed}")
+        for seed in args.seeds
+        for experiment in args.names
+        for name, arm in EXPERIMENTS[experiment].items()
+        if args.arms is None or name in args.arms
+    ]
+
+
+def train_all(runs: Runs, plan: list[tuple[str, Path, Arm, str]], model: Path, jobs: int) -> bool:
+    """Train what is missing; whether all runs have ended."""
+    with ThreadPoolExecutor(jobs) as pool:
+        endings = [(name, pool.submit(runs.train, folder, model, *rest)) for name, folder, *rest in plan]
+        for name, ending in endings:
+            print(f"{name}: {ending.result()}", flush=True)
+    return all(ending.result().startswith("done") for _, ending in endings)
 
 
 if __name__ == "__main__":

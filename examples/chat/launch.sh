@@ -2,6 +2,7 @@
 # GRPO on a real chat model: Megatron trains it, transformers samples from it. On GPUs in bfloat16 over NCCL, without a GPU in float32 over gloo.
 # Usage: MODEL=FILE.gguf bash examples/chat/launch.sh [any flag of Megatron, megatron_pg or the example]
 #   MODEL      a GGUF file, which is converted once into a folder next to it, or a folder of transformers
+#   DTYPE=fp32 trains and samples in float32 on GPUs
 #   In the environment too: PYTHON, PROCESSES, RUN_DIR, the sizes TP and PP, SP=1 for sequence parallelism, and PYTHONPATH with transformers and gguf
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -47,7 +48,8 @@ MODEL_ARGS+=(
     --no-bias-dropout-fusion
 )
 if ((GPUS > 0)); then
-    DEVICE_ARGS=(--bf16)
+    DEVICE_ARGS=()
+    [[ ${DTYPE:-bf16} == fp32 ]] || DEVICE_ARGS=(--bf16)
 else
     DEVICE_ARGS=(--distributed-backend gloo --use-cpu-initialization)
 fi

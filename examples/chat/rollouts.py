@@ -1,16 +1,16 @@
 """Conversations of a step: sampled or demonstrated on all ranks, gathered, and made into samples."""
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from chat.engine import Engine
 from chat.tasks import Problem, Task
 
 from megatron_pg import Sample, group_advantages
-from megatron_pg.plan.collectives import all_gather_rows
-
-LONGEST_REPLY = 48  # tokens of the environment, with the chat template around them
+from megatron_pg.plan.collectives import all_gather_rows, all_reduced
 
 
 @dataclass
@@ -21,14 +21,36 @@ class Conversation:
     response: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)  # 1 at tokens of the assistant
     logprobs: list[float] = field(default_factory=list)  # of the engine; 0 where the mask is 0
+    kept: list[list[int]] = field(default_factory=list)  # what each token was drawn from; empty: the whole vocabulary
     reward: float = 0.0
     is_truncated: bool = False
 
-    def add(self, tokens: list[int], logprobs: list[float] | None = None) -> None:
+    def add(self, tokens: list[int], logprobs: list[float] | None = None, kept: list[list[int]] | None = None) -> None:
         """Append the assistant's tokens, or, without log-probabilities, the environment's."""
         self.response += tokens
         self.mask += [int(logprobs is not None)] * len(tokens)
         self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
+        self.kept += [[] for _ in tokens] if kept is None else kept
+
+    def numbers(self) -> list[float]:
+        """The conversation as numbers, for other ranks."""
+        ids = [token for row in self.kept for token in row]
+        head = [len(self.prompt), len(self.response), self.reward, self.is_truncated]
+        return [*head, *self.prompt, *self.response, *self.mask, *self.logprobs, *map(len, self.kept), *ids]
+
+    @classmethod
+    def of(cls, numbers: Iterator[float]) -> "Conversation":
+        """The conversation of `numbers`."""
+
+        def next_integers(count: int) -> list[int]:
+            return [int(value) for value in islice(numbers, count)]
+
+        p, r = next_integers(2)
+        reward, is_truncated = islice(numbers, 2)
+        prompt, response, mask = next_integers(p), next_integers(r), next_integers(r)
+        logprobs, counts = list(islice(numbers, r)), next_integers(r)
+        kept = [next_integers(count) for count in counts]
+        return cls(prompt, response, mask, logprobs, kept, reward, bool(is_truncated))
 
 
 def problems_of(task: Task, seed: object, count: int) -> list[Problem]:
@@ -50,7 +72,7 @@ def sampled(engine: Engine, task: Task, problems: list[Problem], seed: int) -> l
         said = engine.sample(contexts, task.max_tokens, generator) if contexts else []
         going_on = []
         for k, turn in zip(still_open, said, strict=True):
-            conversations[k].add(turn.tokens, turn.logprobs)
+            conversations[k].add(turn.tokens, turn.logprobs, turn.kept)
             conversations[k].is_truncated = not turn.has_ended
             turns[k].append(engine.text_of(turn.tokens))
             reply = problems[mine[k]].reply(turns[k][-1]) if turn.has_ended and number + 1 < task.max_turns else None
@@ -60,7 +82,7 @@ def sampled(engine: Engine, task: Task, problems: list[Problem], seed: int) -> l
         still_open = going_on
     for k, i in enumerate(mine):
         conversations[k].reward = float(problems[i].is_right(turns[k]))
-    return _gathered(conversations, len(problems), _width(engine, task, problems))
+    return _gathered(conversations, len(problems))
 
 
 def demonstrated(engine: Engine, problems: list[Problem]) -> list[Conversation]:
@@ -77,15 +99,14 @@ def demonstrated(engine: Engine, problems: list[Problem]) -> list[Conversation]:
     return conversations
 
 
-def _width(engine: Engine, task: Task, problems: list[Problem]) -> int:
-    """Most tokens that a conversation about the problems can have."""
-    prompts = {problem.prompt: problem for problem in problems}
-    longest = max(len(engine.tokens_of(_question(problem))) for problem in prompts.values())
-    return longest + task.max_turns * task.max_tokens + (task.max_turns - 1) * LONGEST_REPLY
-
-
 def samples_of(
-    conversations: list[Conversation], step: int, *, group_size: int, rule: str | None, environment: str
+    conversations: list[Conversation],
+    step: int,
+    *,
+    group_size: int,
+    rule: str | None,
+    environment: str,
+    has_masks: bool = True,
 ) -> list[Sample]:
     """A step's samples, with the engine's log-probabilities in place of the trainer's, which come later.
 
@@ -96,6 +117,7 @@ def samples_of(
         rule: of the advantages (`megatron_pg.group_advantages`); None: demonstrations, whose advantage is 1. On-policy,
             the loss then has the gradient of cross-entropy.
         environment: the task's name.
+        has_masks: record what truncated sampling left as the samples' sampling masks.
     """
     prompt_ids = [f"{step}-{i // group_size}" for i in range(len(conversations))]
     if rule is None:
@@ -109,6 +131,7 @@ def samples_of(
             loss_mask=c.mask,
             old_logprobs=c.logprobs,
             rollout_logprobs=None if rule is None else c.logprobs,
+            sampling_mask=c.kept if has_masks and any(c.kept) else None,
             advantage=advantages[i],
             reward=c.reward,
             prompt_id=prompt_ids[i],
@@ -117,6 +140,23 @@ def samples_of(
             truncated=c.is_truncated,
             environment=environment,
             weight_version=step,
+        )
+        for i, c in enumerate(conversations)
+    ]
+
+
+def demonstrations_of(conversations: list[Conversation], step: int, environment: str) -> list[Sample]:
+    """Samples of the loss term `sft`, which count in no denominator of the policy loss."""
+    return [
+        Sample.build(
+            tokens=c.prompt + c.response,
+            response_length=len(c.response),
+            loss_mask=c.mask,
+            term="sft",
+            prompt_id=f"{step}-shown-{i}",
+            rollout_id=f"{step}-shown-{i}",
+            step=step,
+            environment=environment,
         )
         for i, c in enumerate(conversations)
     ]
@@ -134,21 +174,14 @@ def _reply_tokens(engine: Engine, text: str) -> list[int]:
     return whole[len(start) + 1 :]  # after the stop token, which the turn has
 
 
-def _gathered(conversations: list[Conversation], count: int, width: int) -> list[Conversation]:
+def _gathered(conversations: list[Conversation], count: int) -> list[Conversation]:
     """All ranks' conversations in the order of their problems, as one table of numbers per rank."""
     size = torch.distributed.get_world_size()
-    table = torch.zeros(-(-count // size), 4 + 3 * width, dtype=torch.float64)
-    for row, c in zip(table, conversations, strict=False):
-        whole = c.prompt + c.response
-        row[:4] = torch.tensor([len(whole), len(c.response), c.reward, c.is_truncated])
-        for k, values in enumerate((whole, c.mask, c.logprobs)):
-            row[4 + k * width :][: len(values)] = torch.tensor(values, dtype=torch.float64)
+    rows = [conversation.numbers() for conversation in conversations]
+    longest, world = torch.tensor([max(map(len, rows), default=0)]), torch.distributed.group.WORLD
+    width = int(all_reduced(longest, torch.distributed.ReduceOp.MAX, world))
+    table = torch.zeros(-(-count // size), width, dtype=torch.float64)
+    for line, row in zip(table, rows, strict=False):
+        line[: len(row)] = torch.tensor(row, dtype=torch.float64)
     everyone = all_gather_rows(table).transpose(0, 1).flatten(0, 1)[:count]  # rank r has the problems r, r + size, …
-    return [_conversation(row, width) for row in everyone.tolist()]
-
-
-def _conversation(row: list[float], width: int) -> Conversation:
-    n, r = int(row[0]), int(row[1])
-    tokens = [int(token) for token in row[4 : 4 + n]]
-    mask = [int(bit) for bit in row[4 + width :][:r]]
-    return Conversation(tokens[: n - r], tokens[n - r :], mask, row[4 + 2 * width :][:r], row[2], bool(row[3]))
+    return [Conversation.of(iter(line)) for line in everyone.tolist()]

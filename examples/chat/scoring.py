@@ -9,6 +9,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
 from megatron_pg import PackedBatch
+from megatron_pg.batch.fields import SamplingMask
+from megatron_pg.kernels import Vocabulary
+from megatron_pg.kernels.label_logprobs import label_logprobs
+from megatron_pg.kernels.sampling_masks import Restriction
 
 
 @torch.no_grad()
@@ -49,5 +53,29 @@ def _forward(data_iterator, model: nn.Module):
     longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max(batch.padded_lengths))
     packed = PackedSeqParams(qkv_format="thd", **dict.fromkeys(names, boundaries), **longest)
     tokens, positions, labels = (x.to(device) for x in (batch.tokens, batch.position_ids, batch.labels))
-    output = model(tokens, positions, None, labels=labels, packed_seq_params=packed)  # Megatron's cross-entropy [1, T]
-    return output, lambda output, non_loss_data=False: output
+    if all(sample.sampling_mask is None for sample in batch.samples):
+        output = model(tokens, positions, None, labels=labels, packed_seq_params=packed)  # cross-entropy [1, T]
+        return output, lambda output, non_loss_data=False: output
+    logits = model(tokens, positions, None, packed_seq_params=packed)  # [1, T, V / tp] on the last stage
+    return logits, lambda logits, non_loss_data=False: _cross_entropy_over_masks(logits, labels, batch)
+
+
+def _cross_entropy_over_masks(logits: torch.Tensor, labels: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """[1, T], over each response token's sampling mask; 0 elsewhere."""
+    positions = batch.response_positions.to(labels.device)
+    targets, rows = labels.flatten()[positions], logits[0, positions]
+    vocabulary = Vocabulary.of(rows.shape[-1], tp_group=mpu.get_tensor_model_parallel_group())
+    over = Restriction(sampling_mask=_masks(batch).to(lambda x: x.to(labels.device)))
+    logprobs, _ = label_logprobs(rows, targets, vocabulary, impl="torch", restriction=over)
+    return torch.zeros(labels.shape, device=labels.device).index_put(
+        (torch.zeros_like(positions), positions), -logprobs
+    )
+
+
+def _masks(batch: PackedBatch) -> SamplingMask:
+    """The sampling masks of all response tokens; without one, the whole vocabulary."""
+    recorded = [sample.sampling_mask for sample in batch.samples]
+    counts = [torch.zeros(n, dtype=torch.int64) for n in batch.lengths.tolist()]
+    counts = torch.cat([n if mask is None else mask.counts for mask, n in zip(recorded, counts, strict=True)])
+    ids = torch.cat([mask.ids for mask in recorded if mask is not None])
+    return SamplingMask.of(ids, torch.nn.functional.pad(counts.cumsum(dim=0), (1, 0)))

@@ -34,7 +34,9 @@ from chat.attention import layer_spec
 from chat.engine import LEVELS, Engine
 from chat.scoring import with_trainers_logprobs
 from chat.tasks import TASKS
+from chat.teacher import Teacher
 from chat.transcript import Transcript
+from evidence.other_trainers import microbatch_means
 from loop.run_folder import RunFolder, say
 from megatron.core import parallel_state as mpu
 from megatron.core.enums import ModelType
@@ -58,6 +60,12 @@ def add_chat_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument("--group-size", type=int, default=8, help="answers per prompt")
     group.add_argument("--advantages", choices=RULES, default="group_norm", help="advantages of a group's rewards")
     group.add_argument("--imitate", action="store_true", help="imitate demonstrations of the task instead of sampling")
+    group.add_argument("--demonstrations", type=int, default=0, help="of a step's conversations: samples of term sft")
+    group.add_argument("--teacher", metavar="FOLDER", help="a model that scores the answers, for --pg-term opd")
+    group.add_argument("--microbatch-means", type=int, metavar="ROWS", help="average the means of this many answers")
+    group.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this probability")
+    group.add_argument("--top-k", type=int, default=0, help="sample from this many tokens; 0: from all")
+    group.add_argument("--no-sampling-mask", action="store_true", help="train without what top-p and top-k left")
     group.add_argument("--max-new-tokens", type=int, help="most tokens of a turn; default: the task's")
     group.add_argument("--engine-dtype", choices=("bf16", "fp32"), help="default: as the trainer's (--bf16)")
     group.add_argument("--engine-fp32-head", action="store_true", help="the engine computes its logits in float32")
@@ -76,6 +84,7 @@ class ChatRun:
     def __init__(self) -> None:
         self.chunks: list[GPTModel] = []
         self.engine: Engine | None = None
+        self.teacher: Teacher | None = None
         self.folder: RunFolder | None = None
         self.transcript: Transcript | None = None
         self.task_metrics: dict[str, float] = {}  # of the step that is being trained
@@ -89,6 +98,8 @@ class ChatRun:
         config = config or core_transformer_config_from_args(args)
         config.variable_seq_lengths = args.pipeline_model_parallel_size > 1  # packed rows have different lengths
         self.engine = self.engine or _engine(args)
+        if args.teacher and self.teacher is None:
+            self.teacher = Teacher(args.teacher, args.params_dtype)
         model = GPTModel(
             config,
             layer_spec(config, args.rotary_base, vp_stage),
@@ -109,7 +120,7 @@ class ChatRun:
         """The training data: an endless iterator of this rank's micro-batches."""
         args = get_args()
         if self.folder is None and torch.distributed.get_rank() == 0:
-            self.folder = RunFolder(args.run_dir, train_iters=args.train_iters, sampled=args.iteration)
+            self.folder = RunFolder(args.run_dir, train_iters=args.train_iters, sampled=args.iteration, version=3)
             self.folder.write_arguments(args)
             self.transcript = Transcript(Path(args.run_dir) / "conversations.txt", self.engine)
         return self.steps(args), None, None
@@ -134,6 +145,8 @@ class ChatRun:
             samples = self.samples(step, args)
             sampled = time.perf_counter()
             batches = with_trainers_logprobs(self.chunks, microbatches(samples, args))
+            if self.teacher is not None:
+                batches = [self.teacher.scored(batch) for batch in batches]
             seconds = {"sampling_seconds": sampled - started, "scoring_seconds": time.perf_counter() - sampled}
             self.task_metrics = lengths_and_reward(samples) | evaluated | seconds
             everyone = with_everyones_logprobs(samples, batches)
@@ -145,16 +158,27 @@ class ChatRun:
 
     def samples(self, step: int, args: Namespace) -> list[Sample]:
         """All ranks' samples of a step, the same on every rank."""
-        task, group_size = task_of(args), 1 if args.imitate else args.group_size
-        problems = rollouts.problems_of(task, (args.seed, step, args.imitate), args.global_batch_size // group_size)
-        problems = [problem for problem in problems for _ in range(group_size)]
         self.engine.refresh(self.chunks)
+        shown = rollouts.problems_of(task_of(args), (args.seed, step, True), num_shown(args))
+        shown = rollouts.demonstrated(self.engine, shown)
         if args.imitate:
-            conversations, rule = rollouts.demonstrated(self.engine, problems), None
-        else:
-            seed = args.seed * 1_000_003 + step
-            conversations, rule = rollouts.sampled(self.engine, task, problems, seed), args.advantages
-        return rollouts.samples_of(conversations, step, group_size=group_size, rule=rule, environment=args.task)
+            return rollouts.samples_of(shown, step, group_size=1, rule=None, environment=args.task)
+        return self.answers(step, args) + rollouts.demonstrations_of(shown, step, args.task)
+
+    def answers(self, step: int, args: Namespace) -> list[Sample]:
+        """The sampled answers of a step, group by group."""
+        num_prompts = (args.global_batch_size - args.demonstrations) // args.group_size
+        problems = rollouts.problems_of(task_of(args), (args.seed, step, False), num_prompts)
+        problems = [problem for problem in problems for _ in range(args.group_size)]
+        samples = rollouts.samples_of(
+            rollouts.sampled(self.engine, task_of(args), problems, args.seed * 1_000_003 + step),
+            step,
+            group_size=args.group_size,
+            rule=args.advantages,
+            environment=args.task,
+            has_masks=not args.no_sampling_mask,
+        )
+        return microbatch_means(samples, args.microbatch_means) if args.microbatch_means else samples
 
     def exact_match(self, args: Namespace) -> float:
         """Share of prompts that a sampled answer gets right; the same prompts and seed every time."""
@@ -185,7 +209,14 @@ def _engine(args: Namespace) -> Engine:
         float32_head=args.engine_fp32_head,
         quantized=args.engine_weights,
         batch_size=args.engine_batch_size,
+        top_p=args.top_p,
+        top_k=args.top_k,
     )
+
+
+def num_shown(args: Namespace) -> int:
+    """Demonstrations in a step."""
+    return args.global_batch_size if args.imitate else args.demonstrations
 
 
 def task_of(args: Namespace):
@@ -218,7 +249,8 @@ def with_everyones_logprobs(samples: list[Sample], batches: list[PackedBatch]) -
 
 
 def lengths_and_reward(samples: list[Sample]) -> dict[str, float]:
-    """Means over the step's conversations; lengths are of the tokens that the assistant wrote."""
+    """Means over the step's answers; lengths are of the tokens that the assistant wrote."""
+    samples = [sample for sample in samples if sample.reward is not None]
     lengths = {
         "response_length": [s.num_trained for s in samples],
         "length_of_right": [s.num_trained for s in samples if s.reward == 1],
@@ -234,11 +266,14 @@ def mean(values: list[float]) -> float:
 
 def check_chat(args: Namespace) -> None:
     """Refuse what the example does not support."""
-    if args.group_size < 1 or args.global_batch_size % args.group_size:
+    answers = args.global_batch_size - args.demonstrations
+    if args.group_size < 1 or args.demonstrations < 0 or answers < 1 or answers % args.group_size:
         raise ValueError(
-            f"--global-batch-size {args.global_batch_size} is not a multiple of --group-size {args.group_size}, and a "
-            "step has whole groups. Choose a multiple."
+            f"--global-batch-size {args.global_batch_size} without --demonstrations {args.demonstrations} is not a "
+            f"positive multiple of --group-size {args.group_size}, and a step has whole groups. Choose a multiple."
         )
+    if not 0 < args.top_p <= 1 or args.top_k < 0:
+        raise ValueError(f"--top-p {args.top_p} --top-k {args.top_k} keep no token. Use 0 < P <= 1 and K >= 0.")
     if args.export and Path(args.export).exists():
         raise ValueError(f"--export {args.export} exists, and nothing is overwritten. Choose another folder.")
     refused = {
@@ -248,6 +283,10 @@ def check_chat(args: Namespace) -> None:
         f"--position-embedding-type {args.position_embedding_type}": args.position_embedding_type != "none",
         f"--pg-correction {args.pg_correction} with --imitate": args.imitate and args.pg_correction != "none",
         "--overlap-param-gather": bool(args.overlap_param_gather),
+        "--imitate with --demonstrations": args.imitate and args.demonstrations > 0,
+        "--imitate with --teacher": args.imitate and args.teacher is not None,
+        "--microbatch-means without token_mean, or with --imitate": args.microbatch_means is not None
+        and (args.imitate or args.loss_aggregation != "token_mean"),
     }
     if found := [name for name, is_found in refused.items() if is_found]:
         raise ValueError(f"examples/chat does not support {', '.join(found)}. Leave it out.")

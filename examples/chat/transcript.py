@@ -26,7 +26,8 @@ class Transcript:
             prompt = group[0].tokens[: -group[0].response_length].tolist()
             self._file.write(f"\n=== step {step}, prompt {prompt_id}\n{self._engine.text_of(prompt)}\n")
             for sample in group:
-                self._file.write(f"--- reward {sample.reward:g}, {sample.num_trained} tokens{_cut(sample)}\n")
+                reward = "demonstration" if sample.reward is None else f"reward {sample.reward:g}"
+                self._file.write(f"--- {reward}, {sample.num_trained} tokens{_cut(sample)}\n")
                 self._file.write(self._response(sample) + "\n")
         self._file.flush()
 
