@@ -52,16 +52,17 @@ class Engine:
     ):
         model, self.tokenizer = pretrained.read(folder, dtype)
         self.model = model.to("cuda" if torch.cuda.is_available() else "cpu").requires_grad_(False)
-        self._float32_head, self._quantized, self._batch_size = float32_head, quantized, batch_size
+        self.quantized = quantized
+        self._float32_head, self._batch_size = float32_head, batch_size
         self._top_p, self._top_k = top_p, top_k
         self.stop = self.model.config.eos_token_id
 
     def refresh(self, chunks: list[nn.Module]) -> None:
         """Copy the weights of Megatron's model, on every rank at the same time."""
         weights.export(chunks, dict(self.model.named_parameters()))
-        for layer in self.model.model.layers.modules() if self._quantized else ():
+        for layer in self.model.model.layers.modules() if self.quantized else ():
             if isinstance(layer, nn.Linear):
-                layer.weight.copy_(rounded(layer.weight, LEVELS[self._quantized]))
+                layer.weight.copy_(rounded(layer.weight, LEVELS[self.quantized]))
 
     def tokens_of(self, messages: list[dict[str, str]]) -> list[int]:
         """The conversation in the model's chat template, up to where the assistant answers."""

@@ -5,8 +5,8 @@
     python -m chat.evidence show head quantized
 
 `run` trains what is missing, `--jobs` at a time over all GPUs, and can be started again: a run that has ended has
-summary.json, and one that was cut begins again. `show` prints means over the last steps and writes EXPERIMENT.json with
-the curves. PYTHONPATH is examples/ and what launch.sh needs.
+summary.json, and one that was cut begins again. `show` prints means over the last steps and writes EXPERIMENT.json and
+EXPERIMENT.png with the curves. PYTHONPATH is examples/ and what launch.sh needs.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import torch
@@ -213,6 +214,7 @@ class Runs:
         summary = {
             "flags": [*shlex.split(flags), *self._flags],
             "seconds": round(seconds),
+            "final": json.loads((folder / "final.json").read_text(encoding="utf-8")),
             "nonfinite_steps": [record["iteration"] for record in records if "nonfinite" in record],
             "curves": {name: curve for name, curve in curves.items() if any(value is not None for value in curve)},
         }
@@ -234,7 +236,8 @@ def shown(runs: Runs, experiment: str) -> str:
     for arm in EXPERIMENTS[experiment]:
         paths = sorted(runs.folder.glob(f"{experiment}/{runs.of(experiment, arm, 0).name[:-1]}[0-9]*/summary.json"))
         found[arm] = {path.parent.name.rpartition("-")[2]: json.loads(path.read_text("utf-8")) for path in paths}
-    (runs.folder / f"{experiment}.json").write_text(json.dumps(found), encoding="utf-8")
+    (runs.folder / f"{experiment}.json").write_text(json.dumps(rounded(found)), encoding="utf-8")
+    draw(found, experiment, runs.folder / f"{experiment}.png")
     names = [n for n in KEPT if any(n in run["curves"] for of_seeds in found.values() for run in of_seeds.values())]
     heads = [*names, "mean abs. log-ratio", "p99", "max", "first step with other answers"]
     lines = [f"| {experiment} | seeds | {' | '.join(heads)} |", "|---|---:|" + "---:|" * len(heads)]
@@ -246,6 +249,38 @@ def shown(runs: Runs, experiment: str) -> str:
         parts = [_first_difference(run, first[seed]) for seed, run in of_seeds.items() if seed in first]
         lines.append(f"| {arm} | {len(of_seeds)} | {' | '.join(cells)} | {', '.join(map(str, parts))} |")
     return "\n".join(lines)
+
+
+def rounded(value: Any) -> Any:
+    """The floats in a JSON value to four digits."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def draw(found: dict[str, dict[str, dict]], experiment: str, path: Path) -> None:
+    """The mean reward of every arm: a line for the mean over seeds, thin ones for the seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 3.8))
+    for color, (arm, of_seeds) in zip(plt.cm.tab10.colors, found.items(), strict=False):
+        curves = [run["curves"]["reward"] for run in of_seeds.values()]
+        for curve in curves:
+            axis.plot(range(1, len(curve) + 1), curve, color=color, linewidth=0.6, alpha=0.6)
+        if curves:
+            mean = [sum(at) / len(at) for at in zip(*curves, strict=True)]
+            axis.plot(range(1, len(mean) + 1), mean, color=color, linewidth=1.8, label=f"{arm} ({len(curves)})")
+    axis.set(xlabel="optimizer step", ylabel="mean reward", ylim=(-0.02, 1.02), title=f"{experiment} (seeds)")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=85)
+    plt.close(figure)
 
 
 def _first_difference(run: dict, other: dict) -> int | str:

@@ -11,6 +11,7 @@ the next run starts from it with MODEL=FOLDER. The run folder has metrics.jsonl,
 conversations.txt, the text of every prompt and answer with its reward.
 """
 
+import json
 import sys
 import time
 import warnings
@@ -187,17 +188,20 @@ class ChatRun:
         return mean([c.reward for c in rollouts.sampled(self.engine, task_of(args), problems, 0)])
 
     def finish(self, args: Namespace) -> None:
-        """The last weights: evaluate them, and export them."""
-        accuracy, parameters = self.exact_match(args), dict(self.engine.model.named_parameters())
-        weights.export(self.chunks, parameters)  # those of the engine may be quantized
+        """The last weights: evaluate them, also without the engine's rounding, and export them."""
+        accuracies = {"exact_match": self.exact_match(args)}
+        if self.engine.quantized:
+            self.engine.quantized = None
+            accuracies["exact_match_of_trainer"] = self.exact_match(args)
         if torch.distributed.get_rank() == 0:
             seconds = time.perf_counter() - self.started
-            say(
-                f"exact_match {accuracy:.3f} on {args.evaluation_prompts} prompts after {args.train_iters} "
-                f"optimizer steps, {seconds:.0f} s after the start"
-            )
+            text = ", ".join(f"{name} {value:.3f}" for name, value in accuracies.items())
+            steps = f"{args.evaluation_prompts} prompts after {args.train_iters} optimizer steps"
+            say(f"{text} on {steps}, {seconds:.0f} s after the start")
+            (self.folder.path / "final.json").write_text(json.dumps(accuracies), encoding="utf-8")
             if args.export:
-                pretrained.write(Path(args.export), parameters, self.engine.model.config, self.engine.tokenizer)
+                config, tokenizer = self.engine.model.config, self.engine.tokenizer
+                pretrained.write(Path(args.export), dict(self.engine.model.named_parameters()), config, tokenizer)
                 say(f"wrote {args.export}")
 
 

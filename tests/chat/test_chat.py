@@ -74,17 +74,26 @@ def pretrained(folder, full):
 
 @launches.launch
 def experiment(folder, full):
-    """Two arms of an experiment on a tiny model, run, run again and shown."""
+    """Arms of experiments on a tiny model: trained, trained again and shown."""
     if not (full and FOLDER.is_dir()):
         return None
-    model, runs, sizes = _tiny(folder / "model", tied=True), folder / "runs", "--train-iters 2 --global-batch-size 8"
-    words = ["--runs", str(runs), "--seeds", "1"]
-    trained = [*words, "--model", str(model), "--minutes", "120", "--arms", "int8, tis", "int4, rejection"]
-    flags = f"--flags={sizes} --micro-batch-size 4 --group-size 2 --max-new-tokens 8 --evaluation-prompts 4"
-    module = [sys.executable, "-m", "chat.evidence"]
-    first, again = (run([*module, "run", "quantized", *trained, flags], _environment()).stdout for _ in range(2))
-    table = run([*module, "show", "quantized", *words], _environment()).stdout
-    return first, again, table, json.loads((runs / "quantized.json").read_text(encoding="utf-8"))
+    model, runs = _tiny(folder / "model", tied=True), folder / "runs"
+    sizes = "--train-iters 2 --global-batch-size 8 --micro-batch-size 4 --group-size 2 --max-new-tokens 8"
+
+    def evidence(what, *names, arms=(), flags=""):
+        words = [what, *names, "--runs", str(runs), "--seeds", "1", "--model", str(model), "--minutes", "120"]
+        words += ["--arms", *arms] if arms else []
+        further = f"--flags={sizes} --evaluation-prompts 4 {flags}"
+        return run([sys.executable, "-m", "chat.evidence", *words, further], _environment()).stdout
+
+    arms = ("int8, tis", "int4, rejection", "top-p, mask", "top-p, no mask", "means of 4", "both")
+    names = ("quantized", "sampling", "microbatches", "distillation")
+    printed = [evidence("start", "times_table"), evidence("run", *names, arms=arms), evidence("run", *names, arms=arms)]
+    printed.append(evidence("run", "sft", arms=("sft + rl",), flags="--demonstrations 4"))
+    table = evidence("show", *names, "sft")
+    found = {name: json.loads((runs / f"{name}.json").read_text(encoding="utf-8")) for name in (*names, "sft")}
+    summaries = {arm: of_seeds["1"] for arms in found.values() for arm, of_seeds in arms.items() if of_seeds}
+    return printed, table, summaries, (runs / "sft/sft-+-rl-1/conversations.txt").read_text(encoding="utf-8")
 
 
 @launches.launch
@@ -217,16 +226,38 @@ def test_steps_do_not_depend_on_the_layout(layouts, full, evidence):
 def test_an_experiment_trains_what_is_missing_and_keeps_the_log_ratios(experiment, full):
     if not full:
         pytest.skip("in the full tier")
-    first, again, table, found = experiment
-    assert first.count(": done\n") == 2
-    assert again.count(": done before\n") == 2
+    (start, first, again, _), table, found, _ = experiment
+    assert start == "times_table: done\n"
+    assert first.count(": done\n") == 6
+    assert again.count(": done before\n") == 6
     assert "| int8, tis | 1 |" in table
-    int8, int4 = found["int8, tis"]["1"], found["int4, rejection"]["1"]
+    int8, int4 = found["int8, tis"], found["int4, rejection"]
     for summary in (int8, int4):
         assert [step["tokens"] > 0 for step in summary["log_ratios"]] == [True, True]
         assert len(summary["curves"]["reward"]) == 2
+        assert set(summary["final"]) == {"exact_match", "exact_match_of_trainer"}
     assert int4["log_ratios"][0]["mean_abs"] > 3 * int8["log_ratios"][0]["mean_abs"] > 0
     assert int8["curves"]["rejected_fraction"] == [0, 0]
+
+
+@needs_transformers
+def test_a_sampling_mask_makes_the_log_ratios_of_truncated_sampling_zero(experiment, full):
+    if not full:
+        pytest.skip("in the full tier")
+    _, _, found, _ = experiment
+    assert found["top-p, mask"]["log_ratios"][0]["max"] < 1e-4
+    assert found["top-p, no mask"]["log_ratios"][0]["mean"] < -0.05  # log 0.9 and less
+
+
+@needs_transformers
+def test_demonstrations_are_a_term_of_the_step_and_a_teacher_scores_the_answers(experiment, full):
+    if not full:
+        pytest.skip("in the full tier")
+    _, _, found, conversations = experiment
+    assert conversations.count("--- demonstration") == 8
+    assert conversations.count("--- reward") == 8
+    assert all(loss > 0 for loss in found["sft + rl"]["curves"]["sft/mean"])
+    assert found["both"]["curves"]["opd/mean"][0] >= 0
 
 
 @pytest.mark.parametrize("name", TASKS)

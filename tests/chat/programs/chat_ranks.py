@@ -147,7 +147,7 @@ def engine_compared(folder: str, tp: int, pp: int) -> dict:
     problems = [problem for problem in problems_of(task, "ranks", 5) for _ in range(2)]
     found = {}
     for name, quantized in (("equal", None), ("int8", "int8"), ("int4", "int4")):
-        engine._quantized = quantized
+        engine.quantized = quantized
         engine.refresh([model])
         conversations = sampled(engine, task, problems, seed=3)
         samples = samples_of(conversations, 0, group_size=2, rule="group_mean", environment="times_table")
