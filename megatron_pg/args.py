@@ -13,35 +13,24 @@ import os
 import warnings
 from functools import partial
 
-from megatron_pg.declarations.choices import IMPLEMENTATIONS, METRIC_LEVELS
+from megatron_pg.declarations.declaration import flag_of
 from megatron_pg.flags.aggregation import (
-    add_aggregation_arguments,
-    add_reducer_argument,
     aggregation_violations,
     aggregation_warnings,
     objective_source_warnings,
     reconcile,
 )
 from megatron_pg.flags.compatibility import compatibility_violations, compatibility_warnings
-from megatron_pg.flags.documents import add_documents_arguments, documents_violations
+from megatron_pg.flags.documents import documents_violations
 from megatron_pg.flags.errors import ArgumentError, ArgumentNotice, ArgumentWarning, Violations, numbered
 from megatron_pg.flags.facts import Facts
-from megatron_pg.flags.head import add_head_arguments, head_violations, head_warnings
+from megatron_pg.flags.head import head_violations, head_warnings
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
-from megatron_pg.flags.objective import (
-    add_objective_arguments,
-    add_penalty_arguments,
-    add_role_arguments,
-    add_weight_arguments,
-    objective_violations,
-    objective_warnings,
-    role_violations,
-    weight_violations,
-)
-from megatron_pg.flags.sampling_masks import add_sampling_mask_arguments, sampling_mask_violations
+from megatron_pg.flags.objective import objective_violations, objective_warnings, role_violations, weight_violations
 from megatron_pg.flags.spelling import add_moved_arguments
-from megatron_pg.flags.terms import add_term_arguments, term_violations
-from megatron_pg.flags.values import choice, number
+from megatron_pg.flags.table import add_flags, switch_rules, word_rules
+from megatron_pg.flags.terms import sampling_mask_violations, term_violations
+from megatron_pg.flags.values import number
 
 __all__ = [
     "ArgumentError",
@@ -70,41 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     The group of the common flags is the first one.
     """
-    common = parser.add_argument_group("megatron_pg: objective and aggregation")
-    add_aggregation_arguments(common)
-    add_objective_arguments(common)
-    temperature = "Temperature of the rollouts, > 0: log-probabilities are of softmax(logits / TAU). Default 1.0."
-    common.add_argument("--pg-temperature", type=float, default=1.0, metavar="TAU", help=temperature)
-    add_penalty_arguments(common)
-    add_role_arguments(common)
-    weights = parser.add_argument_group("megatron_pg: custom functions, weights and denominators")
-    add_reducer_argument(weights)
-    add_weight_arguments(weights)
-    terms = parser.add_argument_group("megatron_pg: further loss terms and sampling masks")
-    add_term_arguments(terms)
-    add_sampling_mask_arguments(terms)
-    add_head_arguments(parser.add_argument_group("megatron_pg: LM head and kernels"))
-    add_documents_arguments(parser.add_argument_group("megatron_pg: steps of a fixed number of documents"))
-    _add_run_arguments(parser.add_argument_group("megatron_pg: metrics and startup"))
+    add_flags(parser)
     add_moved_arguments(parser)
     return parser
-
-
-def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
-    metrics = (
-        "none: pg_loss only; basic: also ratio, KL, clip fraction, advantages, counts; with_entropy: also the exact "
-        "entropy."
-    )
-    group.add_argument("--pg-metrics", choices=METRIC_LEVELS, default="basic", help=metrics)
-    no_mismatch_advice = (
-        "Do not warn when trainer and rollout engine differ for several steps. The metrics mismatch/... are kept."
-    )
-    group.add_argument("--pg-no-mismatch-advice", action="store_true", help=no_mismatch_advice)
-    dry_run = (
-        "Validate the arguments, compare them between ranks, print the effective objective and exit with code 0, "
-        "before model and data are built. The same as MEGATRON_PG_DRY_RUN=1 in the environment."
-    )
-    group.add_argument("--pg-dry-run", action="store_true", help=dry_run)
 
 
 def default_arguments() -> dict[str, object]:
@@ -170,13 +127,8 @@ def _violations(facts: Facts) -> list[tuple[str, str]]:
 def _common_rules(facts: Facts) -> Violations:
     args = facts.args
     yield from number("--pg-temperature", args.pg_temperature, 2.0**-126, math.inf, "finite and > 0")
-    yield from choice("--pg-metrics", args.pg_metrics, METRIC_LEVELS)
-    if args.pg_kernel is not None:
-        yield from choice("--pg-kernel", args.pg_kernel, IMPLEMENTATIONS)
-    for flag in ("--pg-dry-run", "--pg-no-mismatch-advice"):
-        value = vars(args)[flag.strip("-").replace("-", "_")]
-        if not isinstance(value, bool):
-            yield f"E25 {flag} must be true or false, got {value!r}"
+    yield from word_rules(args, "--pg-metrics", "--pg-kernel")
+    yield from switch_rules(args, "--pg-dry-run", "--pg-no-mismatch-advice")
 
 
 def snapshot(args: argparse.Namespace) -> dict[str, object]:
@@ -197,7 +149,7 @@ def checkpoint_changes(saved: argparse.Namespace, args: argparse.Namespace) -> l
         return []  # trained without this loss
     then, now = json.loads(saved.megatron_pg_validated), json.loads(json.dumps(snapshot(args)))
     names = [n for n in now if n in then and n not in _NOT_OF_THE_LOSS and then[n] != now[n]]
-    return [f"--{name.replace('_', '-')}: {then[name]}, now {now[name]}" for name in names]
+    return [f"{flag_of(name)}: {then[name]}, now {now[name]}" for name in names]
 
 
 def _as_text(value: object) -> str:

@@ -26,7 +26,17 @@ class Number:
     @property
     def attribute(self) -> str:
         """The argument that its flag sets; the option's name if it has no flag."""
-        return self.name if self.flag is None else self.flag.lstrip("-").replace("-", "_")
+        return self.name if self.flag is None else attribute_of(self.flag)
+
+
+def attribute_of(flag: str) -> str:
+    """The name of the argument that a flag sets."""
+    return flag.lstrip("-").replace("-", "_")
+
+
+def flag_of(name: str) -> str:
+    """The flag that sets an argument; also of a flag."""
+    return "--" + name.lstrip("-").replace("_", "-")
 
 
 Reads = Mapping[Number, float | None]  # numbers that are read, each with its default or None

@@ -1,4 +1,4 @@
-"""The flags of the aggregation, and of the functions that users bring. Needs no torch."""
+"""The rules of the aggregation, and of the functions that users bring. Needs no torch."""
 
 import argparse
 from typing import Any
@@ -16,31 +16,6 @@ from megatron_pg.flags.import_path import (
     split_import_path,
 )
 from megatron_pg.flags.values import is_finite
-
-
-def add_aggregation_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of the aggregation."""
-    aggregation = (
-        "Weight 1/d of a trained token, over the whole optimizer step: sample_mean d = N_r*M_rollout (GRPO), "
-        "prompt_mean d = P*M_group (DAPO as printed), token_mean d = T (the same as --calculate-per-token-loss), "
-        "constant d = N_r*L (Dr. GRPO). N_r rollouts, P prompts, T trained tokens, M trained tokens of the unit. "
-        f"Default {DEFAULT}, with --calculate-per-token-loss {STEP_MEANS[True]}."
-    )
-    group.add_argument("--loss-aggregation", choices=AGGREGATIONS, help=aggregation)
-    aggregation_divisor = (
-        "L of --loss-aggregation constant, in tokens: finite, > 0, no default. Dr. GRPO: the maximum response length."
-    )
-    group.add_argument("--loss-aggregation-divisor", type=float, metavar="L", help=aggregation_divisor)
-
-
-def add_reducer_argument(group: argparse._ArgumentGroup) -> None:
-    """Add the flag of a custom reducer."""
-    group.add_argument(
-        "--custom-pg-loss-reducer-function-path",
-        metavar="PATH",
-        help=f"package.module:function or package.module.function of a reducer fn({', '.join(REDUCER_PARAMETERS)}) -> "
-        "Callable[[Tensor], Tensor]. It replaces --loss-aggregation for pg_loss.",
-    )
 
 
 def reconcile(args: argparse.Namespace) -> list[str]:

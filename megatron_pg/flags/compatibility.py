@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from megatron_pg.declarations.choices import AT_ONCE
+from megatron_pg.declarations.declaration import flag_of
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.megatron import (
@@ -153,7 +154,7 @@ def compatibility_violations(facts: Facts) -> Violations:
     for name, applies, text in REFUSED:
         value = facts.megatron(name)
         if value not in (None, False, "", "none", []) and applies(facts):
-            yield text.format(flag=f"--{name.replace('_', '-')}", value=value)
+            yield text.format(flag=flag_of(name), value=value)
     loader = facts.megatron("dataloader_type", "external")
     if loader != "external":
         yield (

@@ -9,6 +9,8 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from megatron_pg.declarations.declaration import flag_of
+
 # What a flag is called elsewhere or by its meaning, after --pg-.
 NAMES: dict[str, tuple[str, ...]] = {
     "--loss-aggregation": ("aggregation", "agg", "agg-mode", "loss-agg-mode", "reduction", "loss-reduction"),
@@ -105,7 +107,7 @@ _REPLACEMENTS = {  # the flag of an earlier release: what to write, with its val
 
 def replacement(name: str, value: object = "…") -> str | None:
     """What to write instead of a flag, or an argument, of an earlier release; None for any other name."""
-    flag = "--" + name.lstrip("-").replace("_", "-")
+    flag = flag_of(name)
     return _REPLACEMENTS[flag].format(value) if flag in _REPLACEMENTS else None
 
 

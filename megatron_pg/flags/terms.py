@@ -1,30 +1,14 @@
-"""The flag of loss terms, `--pg-term NAME:kind[,option=value]…`, and its rules. Needs no torch."""
+"""The rules of loss terms, `--pg-term NAME:kind[,option=value]…`, and of sampling masks. Needs no torch."""
 
-import argparse
 from collections.abc import Sequence
 
 from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.declarations.corrections import CORRECTIONS
-from megatron_pg.declarations.loss_terms import AS_POLICY, TAIL_FLOOR, LossTerm
+from megatron_pg.declarations.loss_terms import AS_POLICY, LossTerm
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
-from megatron_pg.flags.term_text import KINDS_OF_FLAG
+from megatron_pg.flags.table import word_rules
 from megatron_pg.rollouts.fields import POLICY
-
-
-def add_term_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flag."""
-    term = (
-        f"Adds a loss term with its own tokens and denominators. Kinds: {', '.join(KINDS_OF_FLAG)}. Options: weight "
-        "(default 1), aggregation and divisor (default: as --loss-aggregation), on (the loss term whose tokens it "
-        f"uses; {POLICY} is the objective), estimator (of a KL divergence), beta and alpha (of a teacher's "
-        "divergence), temperature (of a top-k teacher, default 1), tail_floor (of a top-k teacher: lower bound of the "
-        f"probability of all other tokens, default {TAIL_FLOOR:g}), head (required for full_*: PATH or PATH:NAME of "
-        "the teacher's output layer [V, H] in a safetensors file, by default named weight), softcap (of the logits of "
-        "a full_* teacher, 0 for none; by default that of the policy's logits). "
-        f"{POLICY}:{POLICY},weight=0 drops the objective. May be repeated."
-    )
-    group.add_argument("--pg-term", action="append", metavar="NAME:KIND[,OPTION=VALUE]...", help=term)
 
 
 def term_violations(facts: Facts) -> Violations:
@@ -117,3 +101,20 @@ def _together(facts: Facts, terms: list[LossTerm]) -> Violations:
             "E73 --pg-kl-coef and --pg-entropy-coef are terms of the objective, which --pg-term "
             f"{POLICY}:{POLICY},weight=0 drops; write --pg-term NAME:kl,on={POLICY} or NAME:entropy,on={POLICY}"
         )
+
+
+def sampling_mask_violations(facts: Facts) -> Violations:
+    """Rules E25 and E40 for samples with a sampling mask."""
+    args = facts.args
+    yield from word_rules(args, "--pg-sampling-mask-missing", "--pg-sampling-mask-entropy")
+    if args.pg_sampling_mask_entropy == "kept" and not _reads_entropy(facts):
+        yield (
+            "E40 --pg-sampling-mask-entropy kept has no effect without an entropy: --pg-entropy-coef, a --pg-term of "
+            "the kind entropy or --pg-metrics with_entropy; remove it or give one"
+        )
+
+
+def _reads_entropy(facts: Facts) -> bool:
+    if facts.args.pg_entropy_coef != 0 or facts.args.pg_metrics == "with_entropy" or facts.wrong_terms:
+        return True
+    return any(term.kind == "entropy" and term.weight for term in facts.given_terms)
