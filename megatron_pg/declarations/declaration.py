@@ -3,9 +3,10 @@
 import difflib
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 ABOVE_ZERO, ABOVE_ONE = math.nextafter(0.0, 1.0), math.nextafter(1.0, 2.0)
@@ -55,9 +56,14 @@ def load(path: str) -> Callable:
     return getattr(import_module(module), name)
 
 
-def did_you_mean(word: str, names: Iterable[str], elsewhere: Mapping[str, str]) -> str:
+def did_you_mean(word: str, names: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})) -> str:
     """A hint for an unknown name: a similar name, or ours for another framework's name. Empty without a match."""
     key = word.lower().replace("-", "_")
     close = difflib.get_close_matches(key, [*names, *elsewhere], n=1)
     guess = key if key in elsewhere else (close[0] if close else None)
     return f"; did you mean {elsewhere.get(guess, guess)}?" if guess else ""
+
+
+def one_of(word: str, names: Collection[str], elsewhere: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The names that an unknown one could be, with the hint, for the end of a message."""
+    return ", ".join(names) + did_you_mean(word, names, elsewhere)

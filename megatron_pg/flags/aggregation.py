@@ -5,7 +5,6 @@ from typing import Any
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS, DEFAULT, STEP_MEANS, elsewhere
 from megatron_pg.declarations.choices import OBJECTIVE_PARAMETERS, REDUCER_PARAMETERS
-from megatron_pg.declarations.declaration import did_you_mean
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.import_path import (
@@ -15,7 +14,7 @@ from megatron_pg.flags.import_path import (
     source_of,
     split_import_path,
 )
-from megatron_pg.flags.values import is_finite
+from megatron_pg.flags.values import choice, is_finite
 
 
 def reconcile(args: argparse.Namespace) -> list[str]:
@@ -52,8 +51,7 @@ def _mode_rules(facts: Facts) -> Violations:
     if not isinstance(facts.mode, str):
         yield f"E2 --loss-aggregation must be a string, got {facts.mode!r}"
     elif facts.aggregation is None:
-        hint = did_you_mean(facts.mode, AGGREGATIONS, elsewhere())
-        yield f"E3 --loss-aggregation {facts.mode!r} is not one of {', '.join(AGGREGATIONS)}{hint}"
+        yield from choice("--loss-aggregation", facts.mode, AGGREGATIONS, "E3", elsewhere())
     if not isinstance(facts.per_token, bool):
         yield f"E4 calculate_per_token_loss must be true or false, got {facts.per_token!r}"
 
@@ -118,16 +116,17 @@ def aggregation_warnings(facts: Facts) -> list[str]:
             f"W1 --custom-pg-loss-reducer-function-path takes precedence: --loss-aggregation {facts.mode} does not "
             "shape pg_loss"
         )
-    unit = "1/T" if facts.is_per_token else "1/N_r"
-    file, digest = source_of(load_function(facts.reducer_path, REDUCER_PARAMETERS))
-    source = f"reducer {facts.reducer_path} ({file}, sha256 {digest[:12]})"
-    return [*messages, f"W2 pg_loss = ({unit})·Σ reducer(ℓ), {source}"]
+    unit, source = "1/T" if facts.is_per_token else "1/N_r", _path_with_source(facts.reducer_path, REDUCER_PARAMETERS)
+    return [*messages, f"W2 pg_loss = ({unit})·Σ reducer(ℓ), reducer {source}"]
 
 
 def objective_source_warnings(facts: Facts) -> list[str]:
     """W9: which file a user's own objective comes from."""
     if facts.custom_objective is None:
         return []
-    path = str(facts.custom_objective.name)
-    file, digest = source_of(load_function(path, OBJECTIVE_PARAMETERS))
-    return [f"W9 ℓ is the objective {path} ({file}, sha256 {digest[:12]})"]
+    return [f"W9 ℓ is the objective {_path_with_source(str(facts.custom_objective.name), OBJECTIVE_PARAMETERS)}"]
+
+
+def _path_with_source(path: str, parameters: tuple[str, ...]) -> str:
+    file, digest = source_of(load_function(path, parameters))
+    return f"{path} ({file}, sha256 {digest[:12]})"
