@@ -19,8 +19,8 @@ class Number:
     """A number of an objective or correction: an option of its flag, as in `--pg-objective cispo,cap=5`."""
 
     name: str
-    low: float
-    high: float
+    low: float = -math.inf
+    high: float = math.inf
     requirement: str  # for messages: must be …
     flag: str | None = None  # that sets it; None: it is an option
 
@@ -28,6 +28,11 @@ class Number:
     def attribute(self) -> str:
         """The argument that its flag sets; the option's name if it has no flag."""
         return self.name if self.flag is None else attribute_of(self.flag)
+
+
+def positive(name: str, flag: str | None = None) -> Number:
+    """A finite number above 0."""
+    return Number(name=name, low=ABOVE_ZERO, requirement="finite and > 0", flag=flag)
 
 
 def attribute_of(flag: str) -> str:

@@ -64,10 +64,7 @@ def _selection_rules(facts: Facts) -> Violations:
     if facts.correction is not None:
         yield from correction.violations(facts.correction.numbers, facts.correction.words)
     if (custom := facts.custom_objective) is not None:
-        reads = {
-            Number(name=name, low=-math.inf, high=math.inf, requirement="a finite number"): None
-            for name in custom.given
-        }
+        reads = {Number(name=name, requirement="a finite number"): None for name in custom.given}
         yield from custom.violations(reads, {})
 
 

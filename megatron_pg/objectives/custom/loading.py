@@ -63,19 +63,16 @@ def load_custom_objective(path: str, **numbers: float) -> Objective:
     def reports(tokens: Tokens, parameters: Parameters) -> dict[str, Tensor]:
         return _both(function(tokens, parameters))[1]
 
-    if reason := _probe(loss, parameters):
-        raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
-    if reason := _probe_reports(reports, parameters):
-        raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
-    if unread := _unread_options(function, numbers):
-        raise ArgumentError([("E16", f"custom objective {path!r} does not read its option {unread}; remove it")])
+    def refuse_for(reason: str | None) -> None:
+        if reason:
+            raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
+
+    refuse_for(_probe(loss, parameters) or _probe_reports(reports, parameters) or _unread_option(function, numbers))
     names = tuple(reports(_tokens(torch.arange(_SIZE)), parameters))
     reads_sequences = _reads_sequences(loss, reports, parameters)
-    if reason := token_kernel_refusal(function, parameters, reads_sequences=reads_sequences):
-        raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
+    refuse_for(token_kernel_refusal(function, parameters, reads_sequences=reads_sequences))
     token_kernel = custom_token_kernel(function, parameters)
-    if token_kernel and (reason := token_kernel_failure(token_kernel, loss, parameters)):
-        raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
+    refuse_for(None if token_kernel is None else token_kernel_failure(token_kernel, loss, parameters))
     return Objective(
         name=path,
         loss=loss,
@@ -96,8 +93,8 @@ def _both(returned: Any) -> tuple[Any, dict[str, Tensor]]:
     return returned
 
 
-def _unread_options(function: Callable, numbers: dict[str, float]) -> str:
-    """The first option that the function does not read on six tokens, as `name=value`, or an empty text.
+def _unread_option(function: Callable, numbers: dict[str, float]) -> str | None:
+    """Why a function is refused that does not read one of its options on six tokens, or None.
 
     Clip ranges are left out: a host passes its own, whether the function reads them or not.
     """
@@ -113,9 +110,10 @@ def _unread_options(function: Callable, numbers: dict[str, float]) -> str:
 
     function(_tokens(torch.arange(_SIZE)), Watched(**numbers))
     if "__dict__" in read:  # vars(parameters) may read any of them
-        return ""
-    options = numbers.keys() - {CLIP_EPS_LOW.name, CLIP_EPS_HIGH.name} - read
-    return next((f"{name}={numbers[name]:g}" for name in sorted(options)), "")
+        return None
+    for name in sorted(numbers.keys() - {CLIP_EPS_LOW.name, CLIP_EPS_HIGH.name} - read):
+        return f"does not read its option {name}={numbers[name]:g}; remove it"
+    return None
 
 
 def _probe_reports(reports: Callable, parameters: Parameters) -> str | None:
