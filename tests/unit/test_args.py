@@ -374,10 +374,12 @@ def test_an_estimator_with_the_right_gradient_is_accepted_in_silence(estimator):
     assert said(arguments(pg_kl_coef=0.1, pg_kl_estimator=estimator)) == []
 
 
-def test_reading_flags_imports_neither_torch_nor_megatron():
+def test_reading_flags_and_declarations_imports_neither_torch_nor_megatron():
     program = """
-import argparse, sys
-import megatron_pg
+import argparse, importlib, pkgutil, sys
+import megatron_pg, megatron_pg.declarations
+for module in pkgutil.iter_modules(megatron_pg.declarations.__path__, "megatron_pg.declarations."):
+    importlib.import_module(module.name)
 parser = megatron_pg.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
 args = parser.parse_args(["--loss-aggregation", "constant", "--loss-aggregation-divisor", "16"])
 args.calculate_per_token_loss = False
