@@ -106,11 +106,10 @@ def validate_args(args: argparse.Namespace) -> argparse.Namespace:
 def disagreement(per_rank: list[dict[str, str | None]]) -> str | None:
     """The first name on which the ranks' texts differ, as the message of rule E23; None when they agree."""
     for name in sorted(set().union(*per_rank)):
-        for rank, values in enumerate(per_rank[1:], start=1):
-            if values.get(name) != per_rank[0].get(name):
-                return (
-                    f"ranks disagree on {name}: rank 0 has {per_rank[0].get(name)}, rank {rank} has {values.get(name)}"
-                )
+        first, *others = [values.get(name) for values in per_rank]
+        for rank, value in enumerate(others, start=1):
+            if value != first:
+                return f"ranks disagree on {name}: rank 0 has {first}, rank {rank} has {value}"
     return None
 
 

@@ -65,12 +65,10 @@ def _divisor_rules(facts: Facts) -> Violations:
                 "number of response tokens of a rollout, all its turns together); there is no default"
             )
         return
-    if isinstance(divisor, str):
-        yield f"E7 --loss-aggregation-divisor must be a number, got {divisor!r}; write it without quotes"
-    elif isinstance(divisor, bool):
-        yield f"E6 --loss-aggregation-divisor must be a number, got {divisor!r}"
-    elif not isinstance(divisor, (int, float)):
-        yield f"E7 --loss-aggregation-divisor must be a number, got {divisor!r}"
+    if isinstance(divisor, bool) or not isinstance(divisor, (int, float)):
+        rule = "E6" if isinstance(divisor, bool) else "E7"
+        fix = "; write it without quotes" if isinstance(divisor, str) else ""
+        yield f"{rule} --loss-aggregation-divisor must be a number, got {divisor!r}{fix}"
     elif not is_usable_divisor(divisor):
         yield f"E8 --loss-aggregation-divisor must be finite and > 0, got {divisor}"
     if facts.reducer_path is not None:

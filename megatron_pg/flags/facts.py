@@ -30,6 +30,10 @@ class Facts:
         self.divisor = args.loss_aggregation_divisor
         self.reducer_path = args.custom_pg_loss_reducer_function_path
         self.is_critic = args.pg_role == "critic"
+        self.fuses_head = args.pg_fused_head is not None
+        self.has_own_head = bool(args.fp32_lm_head or args.pg_fused_head)
+        documents = args.docs_per_step
+        self.takes_documents = isinstance(documents, int) and not isinstance(documents, bool) and documents > 0
         self.selected_objective = Selection.of("--pg-objective", args.pg_objective)
         path = args.pg_custom_objective_path
         self.custom_objective = None if path is None else Selection.of("--pg-custom-objective-path", path)
@@ -104,17 +108,12 @@ class Facts:
         terms = [
             make(name="kl", kind="kl", weight=args.pg_kl_coef, estimator=args.pg_kl_estimator),
             make(name="entropy", kind="entropy", weight=args.pg_entropy_coef),
-            *([self._penalty()] if self.selected_correction.name == PENALTY else []),
-            *(term.resolved(aggregation, divisor) for term in self.given_terms if term.name != OBJECTIVE.name),
         ]
+        if self.selected_correction.name == PENALTY:  # on the tokens that it selects, with the objective's weights
+            weight = self.correction_numbers["coef"]
+            terms.append(make(name=PENALTY, kind=PENALTY, weight=weight, aggregation=AS_POLICY, estimator="abs"))
+        terms += [term.resolved(aggregation, divisor) for term in self.given_terms if term.name != OBJECTIVE.name]
         return tuple(term for term in terms if term.weight)
-
-    def _penalty(self) -> LossTerm:
-        """The penalty on the tokens that the correction selects, with the weights of the objective."""
-        weight = self.correction_numbers["coef"]
-        return LossTerm(
-            name=PENALTY, kind=PENALTY, weight=weight, on=OBJECTIVE.name, aggregation=AS_POLICY, estimator="abs"
-        )
 
 
 def _declared(table: Mapping[str, Declaration], name: object) -> Declaration | None:

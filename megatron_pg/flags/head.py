@@ -21,7 +21,7 @@ def head_violations(facts: Facts) -> Violations:
     yield from word_rules(args, *words, rule="E50", elsewhere={"odds": "scaled_exp"})
     yield from _vocabulary_rules(args, facts.megatron("padded_vocab_size"))
     backward = args.fp32_lm_head_backward
-    if backward is not None and not (args.fp32_lm_head or args.pg_fused_head):
+    if backward is not None and not facts.has_own_head:
         yield (
             f"E51 --fp32-lm-head-backward {backward} has no effect without --fp32-lm-head or --pg-fused-head; add one "
             "or remove it"

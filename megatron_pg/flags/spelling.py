@@ -6,7 +6,7 @@ Needs no torch.
 import argparse
 import difflib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from megatron_pg.declarations.declaration import flag_of
@@ -118,12 +118,6 @@ def add_moved_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _Moved(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
         value = "…" if values is None else values
         parser.error(f"{self.option_strings[0]} is not a flag since 0.3.0. Write {replacement(self.dest, value)}")

@@ -37,7 +37,7 @@ def _hidden_rules(facts: Facts, terms: Sequence[LossTerm]) -> Violations:
                 f"E73 {term.flag} computes the teacher's logits from its hidden states; add the option head=PATH, the "
                 "teacher's output layer"
             )
-        if facts.args.pg_fused_head is None:
+        if not facts.fuses_head:
             yield (
                 f"E73 {term.flag} needs the fused head, which computes the logits of teacher and model in chunks; add "
                 "--pg-fused-head forward, or recompute"
