@@ -92,7 +92,7 @@ def test_which_forms_of_distillation_have_the_teacher_in_their_gradient():
     ("demonstration", "sizes", "words"),
     [
         (length_bias, {"probabilities": (0.125, 0.2), "updates": 2}, ["WRONG", "+0.1468", "-0.0410"]),
-        (group_size, {"responses": 6_400}, ["0.906", "± 0.0"]),
+        (group_size, {"responses": 3_200}, ["0.906", "± 0.0"]),
         (head_precision, {"tokens": 64}, ["bfloat16 log-probs"]),
         (kl_gradients, {}, ["0.3080"]),
         (distillation_gradients, {}, ["k3_weighted", "0.443"]),
