@@ -11,7 +11,6 @@ import json
 import math
 import os
 import warnings
-from functools import partial
 
 from megatron_pg.declarations.declaration import flag_of
 from megatron_pg.flags.aggregation import (
@@ -28,7 +27,7 @@ from megatron_pg.flags.head import head_violations, head_warnings
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
 from megatron_pg.flags.objective import objective_violations, objective_warnings, role_violations, weight_violations
 from megatron_pg.flags.spelling import add_moved_arguments
-from megatron_pg.flags.table import add_flags, switch_rules, word_rules
+from megatron_pg.flags.table import DEFAULTS, add_flags, switch_rules, word_rules
 from megatron_pg.flags.terms import sampling_mask_violations, term_violations
 from megatron_pg.flags.values import number
 
@@ -66,12 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def default_arguments() -> dict[str, object]:
     """The attributes that `add_arguments` defines, with their defaults."""
-    return vars(add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([]))
+    return dict(DEFAULTS)
 
 
 def own_arguments() -> tuple[str, ...]:
     """Names of the attributes that `add_arguments` defines."""
-    return tuple(default_arguments())
+    return tuple(DEFAULTS)
 
 
 def validate_args(args: argparse.Namespace) -> argparse.Namespace:
@@ -116,7 +115,7 @@ def disagreement(per_rank: list[dict[str, str | None]]) -> str | None:
 def _violations(facts: Facts) -> list[tuple[str, str]]:
     of_policies = objective_violations, term_violations, sampling_mask_violations, head_violations
     rules = (
-        *(aggregation_violations, _common_rules, partial(role_violations, defaults=default_arguments())),
+        *(aggregation_violations, _common_rules, role_violations),
         *(() if facts.is_critic else of_policies),  # a critic's rule refuses their flags
         *(weight_violations, documents_violations, compatibility_violations),
     )

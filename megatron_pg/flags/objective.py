@@ -1,4 +1,4 @@
-"""The flags of role and objective: its numbers, correction, KL, entropy, gradient divisor. Needs no torch.
+"""The rules of role and objective: its numbers, correction, KL, entropy, gradient divisor. Needs no torch.
 
 Every objective and correction has its own numbers, the options of its text, with the defaults of its paper. A number
 that the selected one does not read is an error, and so is a missing number without a default.
@@ -6,7 +6,6 @@ that the selected one does not read is an error, and so is a missing number with
 
 import argparse
 import math
-from collections.abc import Mapping
 
 from megatron_pg.declarations import corrections, objectives
 from megatron_pg.declarations.aggregations import AGGREGATIONS, is_by_turn
@@ -16,7 +15,7 @@ from megatron_pg.declarations.declaration import ABOVE_ZERO, Number, flag_of
 from megatron_pg.declarations.objectives import CLIP_EPS_HIGH, CLIP_EPS_LOW, OBJECTIVES, VALUE_CLIP
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
-from megatron_pg.flags.table import word_rules
+from megatron_pg.flags.table import DEFAULTS, word_rules
 from megatron_pg.flags.values import are_numbers, choice, number
 
 # A critic reads these arguments in addition to those of its role; all others are about log-probabilities.
@@ -152,8 +151,8 @@ def _denominator_rules(facts: Facts) -> Violations:
         yield f"E43 {chosen} has no effect with {facts.selected_correction}, which rejects no token; use live"
 
 
-def role_violations(facts: Facts, defaults: Mapping[str, object]) -> Violations:
-    """Rules E24, E25 and E45; `defaults` are those of all arguments."""
+def role_violations(facts: Facts) -> Violations:
+    """Rules E24, E25 and E45."""
     args, clip = facts.args, facts.args.pg_value_clip
     yield from word_rules(args, "--pg-role")
     if clip is not None:
@@ -162,7 +161,7 @@ def role_violations(facts: Facts, defaults: Mapping[str, object]) -> Violations:
         if clip is not None:
             yield f"E45 {VALUE_CLIP.flag} {clip} has no effect without --pg-role critic; remove it, or add that role"
         return
-    for name, default in defaults.items():
+    for name, default in DEFAULTS.items():
         value = vars(args)[name]
         if name not in (*_OF_BOTH, "pg_role", VALUE_CLIP.attribute) and value != default:
             shown = "" if value is True else f" {value}"

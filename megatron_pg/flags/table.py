@@ -14,7 +14,7 @@ from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.term_text import KINDS_OF_FLAG
 from megatron_pg.flags.values import choice
 
-_SWITCH = {"action": "store_true"}
+_SWITCH = {"action": "store_true", "default": False}
 GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     "megatron_pg: objective and aggregation": {
         "--loss-aggregation": {"choices": AGGREGATIONS},
@@ -67,6 +67,7 @@ GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 FLAGS = {flag: keywords for flags in GROUPS.values() for flag, keywords in flags.items()}
+DEFAULTS = {attribute_of(flag): keywords.get("default") for flag, keywords in FLAGS.items()}  # by argument
 _HELP = {  # names in braces are those of `_shown`
     "--loss-aggregation": "Weight 1/d of a trained token, over the whole optimizer step: sample_mean d = N_r*M_rollout "
     "(GRPO), prompt_mean d = P*M_group (DAPO as printed), token_mean d = T (the same as --calculate-per-token-loss), "

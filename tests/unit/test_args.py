@@ -30,6 +30,7 @@ from megatron_pg.args import (
     ArgumentNotice,
     ArgumentWarning,
     add_arguments,
+    default_arguments,
     disagreement,
     rank_snapshot,
     validate_args,
@@ -292,6 +293,7 @@ def test_every_rank_raises(monkeypatch):
 def test_add_arguments_returns_the_parser_that_it_was_given():
     parser = argparse.ArgumentParser(allow_abbrev=False)
     assert add_arguments(parser) is parser
+    assert vars(parser.parse_args([])) == default_arguments()
 
 
 @pytest.mark.parametrize("word", ["inf", "nan", "-1", "0", "1e39"])
