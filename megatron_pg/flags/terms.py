@@ -10,6 +10,8 @@ from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.table import word_rules
 from megatron_pg.rollouts.fields import POLICY
 
+_DROPPED = f"--pg-term {POLICY}:{POLICY},weight=0"  # the flag that drops the objective
+
 
 def term_violations(facts: Facts) -> Violations:
     """Rules E71 of one loss term, E72 of several, E73 of flags that they cannot be combined with."""
@@ -80,26 +82,22 @@ def _together(facts: Facts, terms: list[LossTerm]) -> Violations:
         return
     for term in terms:
         if term.aggregation == AS_POLICY:
-            yield (
-                f"E73 {term.flag},aggregation={AS_POLICY} uses the weights of the objective, which --pg-term "
-                f"{POLICY}:{POLICY},weight=0 drops; name an aggregation"
-            )
+            uses = f"{term.flag},aggregation={AS_POLICY} uses the weights of the objective"
+            yield f"E73 {uses}, which {_DROPPED} drops; name an aggregation"
     if not any(term.weight for term in terms):
-        yield f"E73 --pg-term {POLICY}:{POLICY},weight=0 leaves no loss; add another loss term, or remove it"
+        yield f"E73 {_DROPPED} leaves no loss; add another loss term, or remove it"
     of_objective = (
         ("--pg-correction", facts.selected_correction.name, {*CORRECTIONS} - {"none"}),
         ("--pg-denominator", facts.args.pg_denominator, {*DENOMINATORS} - {"scheduled"}),
     )
     for flag, value, choices in of_objective:
         if isinstance(value, str) and value in choices:  # rule E25 reports any other value
-            yield (
-                f"E73 {flag} {value} has no effect without the objective, which --pg-term {POLICY}:{POLICY},weight=0 "
-                "drops; remove one of the two"
-            )
+            unread = f"{flag} {value} has no effect without the objective"
+            yield f"E73 {unread}, which {_DROPPED} drops; remove one of the two"
     if facts.args.pg_kl_coef or facts.args.pg_entropy_coef:
         yield (
-            "E73 --pg-kl-coef and --pg-entropy-coef are terms of the objective, which --pg-term "
-            f"{POLICY}:{POLICY},weight=0 drops; write --pg-term NAME:kl,on={POLICY} or NAME:entropy,on={POLICY}"
+            f"E73 --pg-kl-coef and --pg-entropy-coef are terms of the objective, which {_DROPPED} drops; write "
+            f"--pg-term NAME:kl,on={POLICY} or NAME:entropy,on={POLICY}"
         )
 
 
