@@ -11,37 +11,25 @@ import json
 import math
 import os
 import warnings
-from functools import partial
 
-from megatron_pg.declarations.choices import IMPLEMENTATIONS, METRIC_LEVELS
+from megatron_pg.declarations.declaration import flag_of
 from megatron_pg.flags.aggregation import (
-    add_aggregation_arguments,
-    add_reducer_argument,
     aggregation_violations,
     aggregation_warnings,
     objective_source_warnings,
     reconcile,
 )
 from megatron_pg.flags.compatibility import compatibility_violations, compatibility_warnings
-from megatron_pg.flags.documents import add_documents_arguments, documents_violations
+from megatron_pg.flags.documents import documents_violations
 from megatron_pg.flags.errors import ArgumentError, ArgumentNotice, ArgumentWarning, Violations, numbered
 from megatron_pg.flags.facts import Facts
-from megatron_pg.flags.head import add_head_arguments, head_violations, head_warnings
+from megatron_pg.flags.head import head_violations, head_warnings
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
-from megatron_pg.flags.objective import (
-    add_objective_arguments,
-    add_penalty_arguments,
-    add_role_arguments,
-    add_weight_arguments,
-    objective_violations,
-    objective_warnings,
-    role_violations,
-    weight_violations,
-)
-from megatron_pg.flags.sampling_masks import add_sampling_mask_arguments, sampling_mask_violations
+from megatron_pg.flags.objective import objective_violations, objective_warnings, role_violations, weight_violations
 from megatron_pg.flags.spelling import add_moved_arguments
-from megatron_pg.flags.terms import add_term_arguments, term_violations
-from megatron_pg.flags.values import choice, number
+from megatron_pg.flags.table import DEFAULTS, add_flags, switch_rules, word_rules
+from megatron_pg.flags.terms import sampling_mask_violations, term_violations
+from megatron_pg.flags.values import number
 
 __all__ = [
     "ArgumentError",
@@ -70,51 +58,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     The group of the common flags is the first one.
     """
-    common = parser.add_argument_group("megatron_pg: objective and aggregation")
-    add_aggregation_arguments(common)
-    add_objective_arguments(common)
-    temperature = "Temperature of the rollouts, > 0: log-probabilities are of softmax(logits / TAU). Default 1.0."
-    common.add_argument("--pg-temperature", type=float, default=1.0, metavar="TAU", help=temperature)
-    add_penalty_arguments(common)
-    add_role_arguments(common)
-    weights = parser.add_argument_group("megatron_pg: custom functions, weights and denominators")
-    add_reducer_argument(weights)
-    add_weight_arguments(weights)
-    terms = parser.add_argument_group("megatron_pg: further loss terms and sampling masks")
-    add_term_arguments(terms)
-    add_sampling_mask_arguments(terms)
-    add_head_arguments(parser.add_argument_group("megatron_pg: LM head and kernels"))
-    add_documents_arguments(parser.add_argument_group("megatron_pg: steps of a fixed number of documents"))
-    _add_run_arguments(parser.add_argument_group("megatron_pg: metrics and startup"))
+    add_flags(parser)
     add_moved_arguments(parser)
     return parser
 
 
-def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
-    metrics = (
-        "none: pg_loss only; basic: also ratio, KL, clip fraction, advantages, counts; with_entropy: also the exact "
-        "entropy."
-    )
-    group.add_argument("--pg-metrics", choices=METRIC_LEVELS, default="basic", help=metrics)
-    no_mismatch_advice = (
-        "Do not warn when trainer and rollout engine differ for several steps. The metrics mismatch/... are kept."
-    )
-    group.add_argument("--pg-no-mismatch-advice", action="store_true", help=no_mismatch_advice)
-    dry_run = (
-        "Validate the arguments, compare them between ranks, print the effective objective and exit with code 0, "
-        "before model and data are built. The same as MEGATRON_PG_DRY_RUN=1 in the environment."
-    )
-    group.add_argument("--pg-dry-run", action="store_true", help=dry_run)
-
-
 def default_arguments() -> dict[str, object]:
     """The attributes that `add_arguments` defines, with their defaults."""
-    return vars(add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([]))
+    return dict(DEFAULTS)
 
 
 def own_arguments() -> tuple[str, ...]:
     """Names of the attributes that `add_arguments` defines."""
-    return tuple(default_arguments())
+    return tuple(DEFAULTS)
 
 
 def validate_args(args: argparse.Namespace) -> argparse.Namespace:
@@ -149,18 +105,17 @@ def validate_args(args: argparse.Namespace) -> argparse.Namespace:
 def disagreement(per_rank: list[dict[str, str | None]]) -> str | None:
     """The first name on which the ranks' texts differ, as the message of rule E23; None when they agree."""
     for name in sorted(set().union(*per_rank)):
-        for rank, values in enumerate(per_rank[1:], start=1):
-            if values.get(name) != per_rank[0].get(name):
-                return (
-                    f"ranks disagree on {name}: rank 0 has {per_rank[0].get(name)}, rank {rank} has {values.get(name)}"
-                )
+        first, *others = [values.get(name) for values in per_rank]
+        for rank, value in enumerate(others, start=1):
+            if value != first:
+                return f"ranks disagree on {name}: rank 0 has {first}, rank {rank} has {value}"
     return None
 
 
 def _violations(facts: Facts) -> list[tuple[str, str]]:
     of_policies = objective_violations, term_violations, sampling_mask_violations, head_violations
     rules = (
-        *(aggregation_violations, _common_rules, partial(role_violations, defaults=default_arguments())),
+        *(aggregation_violations, _common_rules, role_violations),
         *(() if facts.is_critic else of_policies),  # a critic's rule refuses their flags
         *(weight_violations, documents_violations, compatibility_violations),
     )
@@ -170,13 +125,8 @@ def _violations(facts: Facts) -> list[tuple[str, str]]:
 def _common_rules(facts: Facts) -> Violations:
     args = facts.args
     yield from number("--pg-temperature", args.pg_temperature, 2.0**-126, math.inf, "finite and > 0")
-    yield from choice("--pg-metrics", args.pg_metrics, METRIC_LEVELS)
-    if args.pg_kernel is not None:
-        yield from choice("--pg-kernel", args.pg_kernel, IMPLEMENTATIONS)
-    for flag in ("--pg-dry-run", "--pg-no-mismatch-advice"):
-        value = vars(args)[flag.strip("-").replace("-", "_")]
-        if not isinstance(value, bool):
-            yield f"E25 {flag} must be true or false, got {value!r}"
+    yield from word_rules(args, "--pg-metrics", "--pg-kernel")
+    yield from switch_rules(args, "--pg-dry-run", "--pg-no-mismatch-advice")
 
 
 def snapshot(args: argparse.Namespace) -> dict[str, object]:
@@ -197,7 +147,7 @@ def checkpoint_changes(saved: argparse.Namespace, args: argparse.Namespace) -> l
         return []  # trained without this loss
     then, now = json.loads(saved.megatron_pg_validated), json.loads(json.dumps(snapshot(args)))
     names = [n for n in now if n in then and n not in _NOT_OF_THE_LOSS and then[n] != now[n]]
-    return [f"--{name.replace('_', '-')}: {then[name]}, now {now[name]}" for name in names]
+    return [f"{flag_of(name)}: {then[name]}, now {now[name]}" for name in names]
 
 
 def _as_text(value: object) -> str:

@@ -16,7 +16,6 @@ WEIGHT_DENOMINATORS = ("tokens", "weights")  # what denominators sum of a token
 SEQUENCE_LEVELS = ("sample", "turn")  # what a sequence is, for losses, importance weights and rejections
 DOCS_POLICIES = ("exact", "at_least")
 DOCS_ENDS = ("partial", "stop")
-QKV_FORMATS = ("thd", "bshd")  # packed rows, padded rows
 
 # What denominators count: which units, which of their tokens, and how the banner says it.
 DENOMINATORS = {

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from megatron_pg.declarations.declaration import ABOVE_ZERO, Number, Reads, load
+from megatron_pg.declarations.declaration import ABOVE_ZERO, Number, Reads, load, positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +53,9 @@ class CorrectionDeclaration:
         return None if self.factors is None else load(f"megatron_pg.objectives.corrections.correction:{self.factors}")
 
 
-_LOW, _HIGH = (Number(name=name, low=-math.inf, high=math.inf, requirement="finite") for name in ("low", "high"))
+_LOW, _HIGH = (Number(name=name, requirement="finite") for name in ("low", "high"))
 _FRACTION = Number(name="fraction", low=ABOVE_ZERO, high=math.nextafter(1.0, 0.0), requirement="between 0 and 1")
-_COEF = Number(name="coef", low=ABOVE_ZERO, high=math.inf, requirement="finite and > 0")  # of the penalty
+_COEF = positive("coef")  # of the penalty
 PENALTY = "kl_cov"  # the correction that adds a penalty, and the name of that loss term
 
 

@@ -3,9 +3,10 @@
 import difflib
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 ABOVE_ZERO, ABOVE_ONE = math.nextafter(0.0, 1.0), math.nextafter(1.0, 2.0)
@@ -18,15 +19,30 @@ class Number:
     """A number of an objective or correction: an option of its flag, as in `--pg-objective cispo,cap=5`."""
 
     name: str
-    low: float
-    high: float
+    low: float = -math.inf
+    high: float = math.inf
     requirement: str  # for messages: must be …
     flag: str | None = None  # that sets it; None: it is an option
 
     @property
     def attribute(self) -> str:
         """The argument that its flag sets; the option's name if it has no flag."""
-        return self.name if self.flag is None else self.flag.lstrip("-").replace("-", "_")
+        return self.name if self.flag is None else attribute_of(self.flag)
+
+
+def positive(name: str, flag: str | None = None) -> Number:
+    """A finite number above 0."""
+    return Number(name=name, low=ABOVE_ZERO, requirement="finite and > 0", flag=flag)
+
+
+def attribute_of(flag: str) -> str:
+    """The name of the argument that a flag sets."""
+    return flag.lstrip("-").replace("-", "_")
+
+
+def flag_of(name: str) -> str:
+    """The flag that sets an argument; also of a flag."""
+    return "--" + name.lstrip("-").replace("_", "-")
 
 
 Reads = Mapping[Number, float | None]  # numbers that are read, each with its default or None
@@ -45,9 +61,14 @@ def load(path: str) -> Callable:
     return getattr(import_module(module), name)
 
 
-def did_you_mean(word: str, names: Iterable[str], elsewhere: Mapping[str, str]) -> str:
+def did_you_mean(word: str, names: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})) -> str:
     """A hint for an unknown name: a similar name, or ours for another framework's name. Empty without a match."""
     key = word.lower().replace("-", "_")
     close = difflib.get_close_matches(key, [*names, *elsewhere], n=1)
     guess = key if key in elsewhere else (close[0] if close else None)
     return f"; did you mean {elsewhere.get(guess, guess)}?" if guess else ""
+
+
+def one_of(word: str, names: Collection[str], elsewhere: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The names that an unknown one could be, with the hint, for the end of a message."""
+    return ", ".join(names) + did_you_mean(word, names, elsewhere)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from megatron_pg.declarations.declaration import ABOVE_ONE, ABOVE_ZERO, Number, Numbers, Reads
+from megatron_pg.declarations.declaration import ABOVE_ONE, Number, Numbers, Reads, positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,30 +54,19 @@ CLIP_EPS_LOW = Number(
     requirement="between 0 and 1 (1 switches the bound off)",
     flag="--pg-clip-eps-low",
 )
-CLIP_EPS_HIGH = Number(
-    name="clip_eps_high", low=0.0, high=math.inf, requirement="finite and >= 0", flag="--pg-clip-eps-high"
-)
-
-VALUE_CLIP = Number(name="clip", low=ABOVE_ZERO, high=math.inf, requirement="finite and > 0", flag="--pg-value-clip")
-
-
-def _positive(name: str) -> Number:
-    return Number(name=name, low=ABOVE_ZERO, high=math.inf, requirement="finite and > 0")
-
-
-CAP = Number(name="cap", low=ABOVE_ONE, high=math.inf, requirement="finite and > 1")  # of the ratio
+CLIP_EPS_HIGH = Number(name="clip_eps_high", low=0.0, requirement="finite and >= 0", flag="--pg-clip-eps-high")
+VALUE_CLIP = positive("clip", "--pg-value-clip")
+CAP = Number(name="cap", low=ABOVE_ONE, requirement="finite and > 1")  # of the ratio
 WEIGHT_CAP = Number(
     name="cap",
     low=1.0,
-    high=math.inf,
     requirement="finite and >= 1 (an absolute cap of the ratio: 1.28 is what others call an upper eps of 0.28)",
 )
-TAU_POS, TAU_NEG = _positive("tau_pos"), _positive("tau_neg")
-DELTA_LOW, DELTA_HIGH = _positive("delta_low"), _positive("delta_high")
-BETA = _positive("beta")
-TAU = Number(name="tau", low=0.0, high=math.inf, requirement="finite and >= 0 (0 switches the pull off)")
-K_POS, LAMBDA_POS, K_NEG, LAMBDA_NEG = map(_positive, ("k_pos", "lambda_pos", "k_neg", "lambda_neg"))
-EPS_LOW, EPS_HIGH = _positive("eps_low"), _positive("eps_high")  # in nats
+DELTA_LOW, DELTA_HIGH = positive("delta_low"), positive("delta_high")
+TAU_POS, TAU_NEG = positive("tau_pos"), positive("tau_neg")
+BETA = positive("beta")
+_K_POS, _LAMBDA_POS, _K_NEG, _LAMBDA_NEG = map(positive, ("k_pos", "lambda_pos", "k_neg", "lambda_neg"))
+_TAU = Number(name="tau", low=0.0, requirement="finite and >= 0 (0 switches the pull off)")
 
 _CLIP: Reads = {CLIP_EPS_LOW: 0.2, CLIP_EPS_HIGH: 0.2}
 _DPPO: Reads = {DELTA_LOW: None, DELTA_HIGH: None, CAP: math.inf}
@@ -168,7 +157,7 @@ OBJECTIVES = {
     ),
     "ipo": ObjectiveDeclaration(
         formula=f"ℓ = -r·A where π - π_old is inside the band, and everywhere + τ·(log r)², {_R}",
-        numbers={DELTA_LOW: 0.2, DELTA_HIGH: 0.2, TAU: 1e-3},
+        numbers={DELTA_LOW: 0.2, DELTA_HIGH: 0.2, _TAU: 1e-3},
         bounds={
             "band": "π - π_old in [-{delta_low:g}, {delta_high:g}], for both signs of A  (delta_low, delta_high)",
             "pull": "τ = {tau:g}  (tau)",
@@ -176,7 +165,7 @@ OBJECTIVES = {
     ),
     "vespo": ObjectiveDeclaration(
         formula=f"ℓ = -sg[φ]·A·log π, φ = W^k·exp(λ(1 - W)), {_PRODUCT}, {_R}",
-        numbers={K_POS: 2.0, LAMBDA_POS: 3.0, K_NEG: 3.0, LAMBDA_NEG: 2.0},
+        numbers={_K_POS: 2.0, _LAMBDA_POS: 3.0, _K_NEG: 3.0, _LAMBDA_NEG: 2.0},
         bounds={
             "k, λ": "{k_pos:g}, {lambda_pos:g} where A > 0, else {k_neg:g}, {lambda_neg:g}  "
             "(k_pos, lambda_pos, k_neg, lambda_neg)"
@@ -185,7 +174,7 @@ OBJECTIVES = {
     ),
     "gmpo": ObjectiveDeclaration(
         formula=f"ℓ = -G·A, G = exp(mean over the sequence of log r clipped towards A), {_R}",
-        numbers={EPS_LOW: 0.4, EPS_HIGH: 0.4},
+        numbers={positive("eps_low"): 0.4, positive("eps_high"): 0.4},
         bounds={"clip": "log r <= {eps_high:g} where A >= 0, >= -{eps_low:g} where A < 0  (eps_high, eps_low)"},
         published_with="sample_mean",
         reads_sequences=True,

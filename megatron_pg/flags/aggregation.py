@@ -1,11 +1,10 @@
-"""The flags of the aggregation, and of the functions that users bring. Needs no torch."""
+"""The rules of the aggregation, and of the functions that users bring. Needs no torch."""
 
 import argparse
 from typing import Any
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS, DEFAULT, STEP_MEANS, elsewhere
 from megatron_pg.declarations.choices import OBJECTIVE_PARAMETERS, REDUCER_PARAMETERS
-from megatron_pg.declarations.declaration import did_you_mean
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.import_path import (
@@ -15,32 +14,7 @@ from megatron_pg.flags.import_path import (
     source_of,
     split_import_path,
 )
-from megatron_pg.flags.values import is_finite
-
-
-def add_aggregation_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of the aggregation."""
-    aggregation = (
-        "Weight 1/d of a trained token, over the whole optimizer step: sample_mean d = N_r*M_rollout (GRPO), "
-        "prompt_mean d = P*M_group (DAPO as printed), token_mean d = T (the same as --calculate-per-token-loss), "
-        "constant d = N_r*L (Dr. GRPO). N_r rollouts, P prompts, T trained tokens, M trained tokens of the unit. "
-        f"Default {DEFAULT}, with --calculate-per-token-loss {STEP_MEANS[True]}."
-    )
-    group.add_argument("--loss-aggregation", choices=AGGREGATIONS, help=aggregation)
-    aggregation_divisor = (
-        "L of --loss-aggregation constant, in tokens: finite, > 0, no default. Dr. GRPO: the maximum response length."
-    )
-    group.add_argument("--loss-aggregation-divisor", type=float, metavar="L", help=aggregation_divisor)
-
-
-def add_reducer_argument(group: argparse._ArgumentGroup) -> None:
-    """Add the flag of a custom reducer."""
-    group.add_argument(
-        "--custom-pg-loss-reducer-function-path",
-        metavar="PATH",
-        help=f"package.module:function or package.module.function of a reducer fn({', '.join(REDUCER_PARAMETERS)}) -> "
-        "Callable[[Tensor], Tensor]. It replaces --loss-aggregation for pg_loss.",
-    )
+from megatron_pg.flags.values import choice, is_finite
 
 
 def reconcile(args: argparse.Namespace) -> list[str]:
@@ -77,8 +51,7 @@ def _mode_rules(facts: Facts) -> Violations:
     if not isinstance(facts.mode, str):
         yield f"E2 --loss-aggregation must be a string, got {facts.mode!r}"
     elif facts.aggregation is None:
-        hint = did_you_mean(facts.mode, AGGREGATIONS, elsewhere())
-        yield f"E3 --loss-aggregation {facts.mode!r} is not one of {', '.join(AGGREGATIONS)}{hint}"
+        yield from choice("--loss-aggregation", facts.mode, AGGREGATIONS, "E3", elsewhere())
     if not isinstance(facts.per_token, bool):
         yield f"E4 calculate_per_token_loss must be true or false, got {facts.per_token!r}"
 
@@ -92,12 +65,10 @@ def _divisor_rules(facts: Facts) -> Violations:
                 "number of response tokens of a rollout, all its turns together); there is no default"
             )
         return
-    if isinstance(divisor, str):
-        yield f"E7 --loss-aggregation-divisor must be a number, got {divisor!r}; write it without quotes"
-    elif isinstance(divisor, bool):
-        yield f"E6 --loss-aggregation-divisor must be a number, got {divisor!r}"
-    elif not isinstance(divisor, (int, float)):
-        yield f"E7 --loss-aggregation-divisor must be a number, got {divisor!r}"
+    if isinstance(divisor, bool) or not isinstance(divisor, (int, float)):
+        rule = "E6" if isinstance(divisor, bool) else "E7"
+        fix = "; write it without quotes" if isinstance(divisor, str) else ""
+        yield f"{rule} --loss-aggregation-divisor must be a number, got {divisor!r}{fix}"
     elif not is_usable_divisor(divisor):
         yield f"E8 --loss-aggregation-divisor must be finite and > 0, got {divisor}"
     if facts.reducer_path is not None:
@@ -143,16 +114,17 @@ def aggregation_warnings(facts: Facts) -> list[str]:
             f"W1 --custom-pg-loss-reducer-function-path takes precedence: --loss-aggregation {facts.mode} does not "
             "shape pg_loss"
         )
-    unit = "1/T" if facts.is_per_token else "1/N_r"
-    file, digest = source_of(load_function(facts.reducer_path, REDUCER_PARAMETERS))
-    source = f"reducer {facts.reducer_path} ({file}, sha256 {digest[:12]})"
-    return [*messages, f"W2 pg_loss = ({unit})·Σ reducer(ℓ), {source}"]
+    unit, source = "1/T" if facts.is_per_token else "1/N_r", _path_with_source(facts.reducer_path, REDUCER_PARAMETERS)
+    return [*messages, f"W2 pg_loss = ({unit})·Σ reducer(ℓ), reducer {source}"]
 
 
 def objective_source_warnings(facts: Facts) -> list[str]:
     """W9: which file a user's own objective comes from."""
     if facts.custom_objective is None:
         return []
-    path = str(facts.custom_objective.name)
-    file, digest = source_of(load_function(path, OBJECTIVE_PARAMETERS))
-    return [f"W9 ℓ is the objective {path} ({file}, sha256 {digest[:12]})"]
+    return [f"W9 ℓ is the objective {_path_with_source(str(facts.custom_objective.name), OBJECTIVE_PARAMETERS)}"]
+
+
+def _path_with_source(path: str, parameters: tuple[str, ...]) -> str:
+    file, digest = source_of(load_function(path, parameters))
+    return f"{path} ({file}, sha256 {digest[:12]})"

@@ -2,7 +2,7 @@
 
 import argparse
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
 from megatron_pg.declarations.choices import DENOMINATORS, ROLES
@@ -16,6 +16,7 @@ from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.printable import printable
 
 COMMAND_LINE = "megatron_pg command line: "  # explain and validate find the job's words after it
+Rows = Iterator[tuple[str, str]]
 _PACKAGES = ("megatron-pg", "megatron-core", "torch")  # whose versions the banner shows
 
 
@@ -33,7 +34,7 @@ def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
             "all micro-batches and data-parallel ranks of one optimizer step; context-parallel copies once",
         ),
         *_documents_rows(args),
-        ("Megatron", _contract(args)),
+        ("Megatron", _contract(facts)),
         ("layout", _layout(args)),
         *_head_rows(facts),
         ("kernel", f"{args.pg_kernel or 'triton on CUDA, torch elsewhere'}  (--pg-kernel)"),
@@ -66,87 +67,92 @@ def banner_of(rows: list[tuple[str, str]]) -> str:
     return "\n".join(["── megatron_pg: effective policy-gradient objective ──", *lines])
 
 
-def _objective_rows(facts: Facts) -> list[tuple[str, str]]:
-    args = facts.args
+def _objective_rows(facts: Facts) -> Rows:
+    numbers = facts.objective_numbers if facts.has_objective else {}
     if not facts.has_objective:
-        return [("objective", f"none  (--pg-term {POLICY}:{POLICY},weight=0)")]
-    numbers = facts.objective_numbers
-    if facts.custom_objective is not None:
-        shown = ", ".join(f"{name} {value:g}" for name, value in numbers.items())
-        return [
-            ("objective", f"ℓ = a custom function  ({facts.custom_objective})"),
-            *([("parameters", shown)] if shown else []),
-        ]
-    if facts.is_critic:
-        return [("objective", f"{CRITIC.formula}  (--pg-role critic)"), *CRITIC.bound_rows(numbers)]
-    declared = OBJECTIVES[str(facts.selected_objective.name)]
-    flag = "" if args.pg_objective == DEFAULT else f"  (--pg-objective {args.pg_objective})"
-    return [("objective", declared.formula + flag), *declared.bound_rows(numbers)]
+        yield "objective", f"none  (--pg-term {POLICY}:{POLICY},weight=0)"
+    elif facts.custom_objective is not None:
+        yield "objective", f"ℓ = a custom function  ({facts.custom_objective})"
+        if numbers:
+            yield "parameters", ", ".join(f"{name} {value:g}" for name, value in numbers.items())
+    elif facts.is_critic:
+        yield "objective", f"{CRITIC.formula}  (--pg-role critic)"
+        yield from CRITIC.bound_rows(numbers)
+    else:
+        declared, given = OBJECTIVES[str(facts.selected_objective.name)], facts.args.pg_objective
+        yield "objective", declared.formula + ("" if given == DEFAULT else f"  (--pg-objective {given})")
+        yield from declared.bound_rows(numbers)
 
 
-def _term_rows(facts: Facts) -> list[tuple[str, str]]:
+def _aggregation_rows(facts: Facts) -> Rows:
+    args, name = facts.args, ROLES[facts.args.pg_role]
+    if not facts.has_objective:
+        return
+    if (path := args.custom_pg_loss_reducer_function_path) is not None:
+        unit = "1/T" if facts.per_token else "1/N_r"
+        yield name, f"({unit}) Σ reducer(ℓ)  (--custom-pg-loss-reducer-function-path {path})"
+        return
+    flag, divisor = f"--loss-aggregation {args.loss_aggregation}", args.loss_aggregation_divisor
+    if divisor is not None:
+        flag += f" --loss-aggregation-divisor {divisor:.12g}"
+    counted, tokens, _ = DENOMINATORS[args.pg_denominator]
+    declared = AGGREGATIONS[args.loss_aggregation]
+    yield name, f"{declared.formula}  ({flag})"
+    yield "weight", f"1/δ, δ = {declared.denominator.format(counted=counted, tokens=tokens, divisor=divisor)}"
+
+
+def _term_rows(facts: Facts) -> Rows:
     """What is in the loss in addition to the objective; empty by default."""
-    args, rows = facts.args, []
+    args = facts.args
     if args.pg_correction != "none":
         letters = {"low": "lo", "high": "hi", "fraction": "f", "coef": "β"}
         shown = ", ".join(f"{letters[name]} = {value:g}" for name, value in facts.correction_numbers.items())
         formula = CORRECTIONS[str(facts.selected_correction.name)].formula.format(**facts.correction_words)
-        text = f"{formula}, {shown}  (--pg-correction {args.pg_correction})"
-        rows.append(("correction", text))
+        yield "correction", f"{formula}, {shown}  (--pg-correction {args.pg_correction})"
     if args.pg_denominator != "scheduled" or args.pg_correction != "none":
-        text = DENOMINATORS[args.pg_denominator][2]
-        rows.append(("denominator", f"{text}  (--pg-denominator {args.pg_denominator})"))
+        yield "denominator", f"{DENOMINATORS[args.pg_denominator][2]}  (--pg-denominator {args.pg_denominator})"
     if args.pg_weight_denominator != "tokens":
-        rows.append(("M, T, n", "sums of the tokens' weights  (--pg-weight-denominator weights)"))
+        yield "M, T, n", "sums of the tokens' weights  (--pg-weight-denominator weights)"
     if args.pg_sequence_level != "sample":
-        rows.append(("sequence", "each turn of a response  (--pg-sequence-level turn)"))
+        yield "sequence", "each turn of a response  (--pg-sequence-level turn)"
     if args.pg_kl_coef:
-        text = f"+ {args.pg_kl_coef:g} Σ u·KL(π‖π_ref) by {args.pg_kl_estimator}  (--pg-kl-coef, --pg-kl-estimator)"
-        rows.append(("KL", text))
+        by = f"by {args.pg_kl_estimator}  (--pg-kl-coef, --pg-kl-estimator)"
+        yield "KL", f"+ {args.pg_kl_coef:g} Σ u·KL(π‖π_ref) {by}"
     if args.pg_entropy_coef:
-        rows.append(("entropy", f"- {args.pg_entropy_coef:g} Σ u·H, exact  (--pg-entropy-coef)"))
+        yield "entropy", f"- {args.pg_entropy_coef:g} Σ u·H, exact  (--pg-entropy-coef)"
     if args.pg_kl_coef or args.pg_entropy_coef:
-        rows.append(("u", f"{_auxiliary_weights(args)}  (--pg-aux-aggregation {args.pg_aux_aggregation})"))
-    rows += [_term_row(term) for term in facts.further if term.name not in SHORTHANDS]
+        yield "u", f"{_auxiliary_weights(facts)}  (--pg-aux-aggregation {args.pg_aux_aggregation})"
+    yield from (_term_row(term) for term in facts.further if term.name not in SHORTHANDS)
     if args.pg_sampling_mask_entropy != "full":
-        rows.append(
-            ("entropies", "over what could be sampled, where samples say it  (--pg-sampling-mask-entropy kept)")
-        )
+        yield "entropies", "over what could be sampled, where samples say it  (--pg-sampling-mask-entropy kept)"
     if args.pg_sampling_mask_missing != "error":
-        rows.append(
-            ("sampling mask", "trained tokens that it does not hold are masked  (--pg-sampling-mask-missing mask)")
-        )
+        yield "sampling mask", "trained tokens that it does not hold are masked  (--pg-sampling-mask-missing mask)"
     if depths := vars(args).get("mtp_num_layers"):
-        factor = f"{vars(args).get('mtp_loss_scaling_factor') or 0.1:g}"
-        weights = (
-            "1/n_d, n_d its tokens of the step"
-            if args.pg_mtp_aggregation == "token_mean"
-            else "those of pg_loss, of its tokens"
-        )
-        loss = "ce_d" if args.pg_mtp_target == "token" else "KL(π‖π_d)"
-        flags = (
-            f"--mtp-num-layers, --pg-mtp-aggregation {args.pg_mtp_aggregation}, --pg-mtp-target {args.pg_mtp_target}"
-        )
-        rows.append(("MTP", f"+ {factor}/{depths} Σ_d Σ v·{loss}, v = {weights}  ({flags})"))
+        yield "MTP", _prediction_text(args, depths)
     if args.pg_grad_divisor != 1:
         divisor = f"{args.pg_grad_divisor:.12g}"
         same = f"with Adam the same without it: --clip-grad and --adam-eps times {divisor}"
-        rows.append(("gradient", f"divided by {divisor}, the loss is not; {same}  (--pg-grad-divisor)"))
-    return rows
+        yield "gradient", f"divided by {divisor}, the loss is not; {same}  (--pg-grad-divisor)"
+
+
+def _prediction_text(args: argparse.Namespace, depths: int) -> str:
+    factor = f"{vars(args).get('mtp_loss_scaling_factor') or 0.1:g}"
+    is_own = args.pg_mtp_aggregation == "token_mean"
+    weights = "1/n_d, n_d its tokens of the step" if is_own else "those of pg_loss, of its tokens"
+    loss = "ce_d" if args.pg_mtp_target == "token" else "KL(π‖π_d)"
+    flags = f"--mtp-num-layers, --pg-mtp-aggregation {args.pg_mtp_aggregation}, --pg-mtp-target {args.pg_mtp_target}"
+    return f"+ {factor}/{depths} Σ_d Σ v·{loss}, v = {weights}  ({flags})"
 
 
 def _term_row(term: LossTerm) -> tuple[str, str]:
     """A loss term as a summand, and what its denominators count."""
-    by = f" by {term.estimator}" if term.estimator else ""
-    weights = "with v = the weights of pg_loss"
+    by, weights = f" by {term.estimator}" if term.estimator else "", "with v = the weights of pg_loss"
     if term.aggregation and term.aggregation != AS_POLICY:
         denominator = AGGREGATIONS[term.aggregation].denominator
-        weights = (
-            f"counted alone: v = 1/δ, δ = {denominator.format(counted='', tokens='trained', divisor=term.divisor)}"
-        )
+        counted = denominator.format(counted="", tokens="trained", divisor=term.divisor)
+        weights = f"counted alone: v = 1/δ, δ = {counted}"
     summand = f"+ {term.weight:g} Σ v·({_loss(term)}){by} over the tokens of {term.tokens}"
-    text = f"{summand}, {weights}  ({term.flag})"
-    return term.name, text
+    return term.name, f"{summand}, {weights}  ({term.flag})"
 
 
 def _loss(term: LossTerm) -> str:
@@ -161,66 +167,44 @@ def _loss(term: LossTerm) -> str:
     return f"{kind.formula}{number}, over the teacher's top-k tokens{tail}"
 
 
-def _auxiliary_weights(args: argparse.Namespace) -> str:
+def _auxiliary_weights(facts: Facts) -> str:
     """The weights of the KL and entropy terms, which no correction changes."""
-    if args.pg_aux_aggregation == "policy":
+    if facts.args.pg_aux_aggregation == "policy":
         return "the weights of pg_loss"
-    step_mean = STEP_MEANS[vars(args).get("calculate_per_token_loss", False)]
     counted = {
         "scheduled": "",
         "live": ", over rollouts with a trained token",
         "varied": ", over groups whose rewards differ",
         "kept": ", over what is trained, rejected or not",
     }
-    return f"{step_mean} over the step{counted[args.pg_denominator]}"
+    return f"{STEP_MEANS[facts.per_token]} over the step{counted[facts.args.pg_denominator]}"
 
 
-def _aggregation_rows(facts: Facts) -> list[tuple[str, str]]:
-    args, name = facts.args, ROLES[facts.args.pg_role]
-    if not facts.has_objective:
-        return []
-    if args.custom_pg_loss_reducer_function_path is not None:
-        unit = "1/T" if vars(args).get("calculate_per_token_loss", False) else "1/N_r"
-        path = args.custom_pg_loss_reducer_function_path
-        return [(name, f"({unit}) Σ reducer(ℓ)  (--custom-pg-loss-reducer-function-path {path})")]
-    mode = args.loss_aggregation
-    flag = f"--loss-aggregation {mode}"
-    if args.loss_aggregation_divisor is not None:
-        flag += f" --loss-aggregation-divisor {args.loss_aggregation_divisor:.12g}"
-    counted, tokens, _ = DENOMINATORS[args.pg_denominator]
-    declared = AGGREGATIONS[mode]
-    denominator = declared.denominator.format(counted=counted, tokens=tokens, divisor=args.loss_aggregation_divisor)
-    return [(name, f"{declared.formula}  ({flag})"), ("weight", f"1/δ, δ = {denominator}")]
-
-
-def _head_rows(facts: Facts) -> list[tuple[str, str]]:
+def _head_rows(facts: Facts) -> Rows:
     args = facts.args
-    rounding = "float32" if is_float32(vars(args).get("params_dtype")) else args.fp32_lm_head_backward or "bf16"
-    backward = f"backward {rounding}"
-    rows = []
+    is_exact = is_float32(vars(args).get("params_dtype"))
+    backward = f"backward {'float32' if is_exact else args.fp32_lm_head_backward or 'bf16'}"
     if args.pg_fused_head is not None:
-        rows.append(("head", f"fused, logits never stored, {backward}  (--pg-fused-head {args.pg_fused_head})"))
+        yield "head", f"fused, logits never stored, {backward}  (--pg-fused-head {args.pg_fused_head})"
     elif args.fp32_lm_head:
-        rows.append(("head", f"float32 logits, stored whole, {backward}  (--fp32-lm-head)"))
+        yield "head", f"float32 logits, stored whole, {backward}  (--fp32-lm-head)"
     if (head := facts.teacher_head) is not None:
-        rows.append(("teacher", f"logits of its hidden states, by {head}  (--pg-term …,head=)"))
+        yield "teacher", f"logits of its hidden states, by {head}  (--pg-term …,head=)"
     if args.pg_vocab_size is not None:
-        rows.append(("vocabulary", f"columns from {args.pg_vocab_size} on are padding  (--pg-vocab-size)"))
-    return rows
+        yield "vocabulary", f"columns from {args.pg_vocab_size} on are padding  (--pg-vocab-size)"
 
 
-def _documents_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
-    if not args.docs_per_step:
-        return []
-    policy, end = args.docs_per_step_policy or "exact", args.docs_per_step_end or "partial"
-    amount = f"{args.docs_per_step} documents" if policy == "exact" else f"at least {args.docs_per_step} documents"
-    last = "the last step may have fewer" if end == "partial" else "too few for a last step are left"
-    return [("step", f"{amount}, {last}  (--docs-per-step, -policy {policy}, -end {end})")]
+def _documents_rows(args: argparse.Namespace) -> Rows:
+    if args.docs_per_step:
+        policy, end = args.docs_per_step_policy or "exact", args.docs_per_step_end or "partial"
+        amount = f"{'' if policy == 'exact' else 'at least '}{args.docs_per_step} documents"
+        last = "the last step may have fewer" if end == "partial" else "too few for a last step are left"
+        yield "step", f"{amount}, {last}  (--docs-per-step, -policy {policy}, -end {end})"
 
 
-def _contract(args: argparse.Namespace) -> str:
-    if vars(args).get("calculate_per_token_loss", False):
-        counted = "n its positions, Q = Σn" if vars(args).get("num_experts") else "n = 1, Q = Σn = K·D·C"
+def _contract(facts: Facts) -> str:
+    if facts.per_token:
+        counted = "n its positions, Q = Σn" if vars(facts.args).get("num_experts") else "n = 1, Q = Σn = K·D·C"
         return f"returns (Q·Σwℓ, n, report), {counted}; finalize divides by Q  (--calculate-per-token-loss)"
     return "returns (K·D·Σwℓ, report); the schedule multiplies by C and divides by K, DDP divides by D·C"
 

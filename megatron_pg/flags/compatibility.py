@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 
 from megatron_pg.declarations.choices import AT_ONCE
+from megatron_pg.declarations.declaration import flag_of
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.megatron import (
@@ -13,12 +15,6 @@ from megatron_pg.flags.megatron import (
     SCALES_ROUTER_LOSSES,
     core_version,
 )
-
-
-def _takes_documents(facts: Facts) -> bool:
-    documents = facts.args.docs_per_step
-    return isinstance(documents, int) and not isinstance(documents, bool) and documents > 0
-
 
 _RANKS = (
     "E12 {flag} takes samples from Megatron's own data loader (--dataloader-type single) and distributes them itself, "
@@ -42,18 +38,8 @@ def _is_per_token(facts: Facts) -> bool:
     return facts.is_per_token or facts.per_token is True
 
 
-def _fuses_head(facts: Facts) -> bool:
-    return facts.args.pg_fused_head is not None
-
-
-def _is_critic(facts: Facts) -> bool:
-    return facts.is_critic
-
-
-def _has_own_head(facts: Facts) -> bool:
-    return bool(facts.args.fp32_lm_head or facts.args.pg_fused_head)
-
-
+_is_critic, _fuses_head, _has_own_head = map(attrgetter, ("is_critic", "fuses_head", "has_own_head"))
+_takes_documents = attrgetter("takes_documents")
 _BATCHES = "E30 {flag} reads its own kind of batches and cannot be combined with megatron_pg; remove it"
 _FSDP = "E19 {flag}%s was not run with --use-megatron-fsdp; remove one"
 _NOT_RUN_UNDER_FSDP = "num_distributed_optimizer_instances", "tensor_model_parallel_size"
@@ -88,7 +74,7 @@ REFUSED: tuple[tuple[str, Callable[[Facts], bool], str], ...] = (
     ),
     (
         "use_megatron_fsdp",
-        lambda facts: _fuses_head(facts) and core_version() < FUSES_UNDER_FSDP,
+        lambda facts: facts.fuses_head and core_version() < FUSES_UNDER_FSDP,
         "E19 {flag} loses gradients under --pg-fused-head in megatron-core before 0.19.2; use 0.19.2, or "
         "--fp32-lm-head",
     ),
@@ -153,7 +139,7 @@ def compatibility_violations(facts: Facts) -> Violations:
     for name, applies, text in REFUSED:
         value = facts.megatron(name)
         if value not in (None, False, "", "none", []) and applies(facts):
-            yield text.format(flag=f"--{name.replace('_', '-')}", value=value)
+            yield text.format(flag=flag_of(name), value=value)
     loader = facts.megatron("dataloader_type", "external")
     if loader != "external":
         yield (

@@ -1,17 +1,20 @@
 """The arguments as the rules read them, with everything that is derived from them."""
 
 import argparse
-from functools import cached_property, partial
-from typing import Any
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, TypeVar
 
-from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS, AggregationDeclaration
-from megatron_pg.declarations.corrections import CORRECTIONS, PENALTY, CorrectionDeclaration
+from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
+from megatron_pg.declarations.corrections import CORRECTIONS, PENALTY
 from megatron_pg.declarations.declaration import resolved
 from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, LossTerm
-from megatron_pg.declarations.objectives import CLIP_EPS_HIGH, CLIP_EPS_LOW, CRITIC, OBJECTIVES, ObjectiveDeclaration
+from megatron_pg.declarations.objectives import CLIP_EPS_HIGH, CLIP_EPS_LOW, CRITIC, OBJECTIVES
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
 from megatron_pg.flags.option_text import Selection
 from megatron_pg.flags.term_text import parse
+
+Declaration = TypeVar("Declaration")
 
 
 class Facts:
@@ -19,73 +22,40 @@ class Facts:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
-        self.divisor = args.loss_aggregation_divisor
-        self.reducer_path = args.custom_pg_loss_reducer_function_path
-        self.selected_objective = Selection.of("--pg-objective", args.pg_objective)
-        self.selected_correction = Selection.of("--pg-correction", args.pg_correction)
-        self.custom_objective = (
-            None
-            if args.pg_custom_objective_path is None
-            else Selection.of("--pg-custom-objective-path", args.pg_custom_objective_path)
-        )
         self.per_token = vars(args).get("calculate_per_token_loss", False)
         self.is_mode_given = args.loss_aggregation is not None
         self.mode = args.loss_aggregation if self.is_mode_given else STEP_MEANS[self.per_token is True]  # R2
+        self.aggregation = _declared(AGGREGATIONS, self.mode)
+        self.is_per_token = self.aggregation is not None and self.aggregation.is_per_token  # the effective aggregation
+        self.divisor = args.loss_aggregation_divisor
+        self.reducer_path = args.custom_pg_loss_reducer_function_path
+        self.is_critic = args.pg_role == "critic"
+        self.fuses_head = args.pg_fused_head is not None
+        self.has_own_head = bool(args.fp32_lm_head or args.pg_fused_head)
+        documents = args.docs_per_step
+        self.takes_documents = isinstance(documents, int) and not isinstance(documents, bool) and documents > 0
+        self.selected_objective = Selection.of("--pg-objective", args.pg_objective)
+        path = args.pg_custom_objective_path
+        self.custom_objective = None if path is None else Selection.of("--pg-custom-objective-path", path)
+        self.objective = CRITIC if self.is_critic else None  # None: it is custom or unknown
+        if self.custom_objective is None and not self.is_critic:
+            self.objective = _declared(OBJECTIVES, self.selected_objective.name)
+        self.selected_correction = Selection.of("--pg-correction", args.pg_correction)
+        self.correction = _declared(CORRECTIONS, self.selected_correction.name)
+        self.given_terms: list[LossTerm] = []  # of --pg-term, without the wrong ones
+        self.wrong_terms: list[tuple[object, ValueError]] = []  # the texts, each with its error (rule E71)
+        for text in args.pg_term if isinstance(args.pg_term, (list, tuple)) else ():
+            try:
+                self.given_terms.append(parse(text if isinstance(text, str) else repr(text)))
+            except ValueError as error:
+                self.wrong_terms.append((text, error))
+        self.has_objective = all(term.name != OBJECTIVE.name for term in self.given_terms)  # in the loss
 
     def megatron(self, name: str, default: object = None) -> Any:
         """Megatron's argument, or `default` where this release does not have it."""
         if name not in RULE_ARGUMENTS:
             raise KeyError(name)
         return vars(self.args).get(name, default)
-
-    @property
-    def aggregation(self) -> AggregationDeclaration | None:
-        """The declaration of the aggregation; None if the name is unknown."""
-        return AGGREGATIONS.get(self.mode) if isinstance(self.mode, str) else None
-
-    @property
-    def is_per_token(self) -> bool:
-        """Whether the effective aggregation is that of the per-token flag."""
-        return self.aggregation is not None and self.aggregation.is_per_token
-
-    @property
-    def is_critic(self) -> bool:
-        """Whether the model is a critic."""
-        return self.args.pg_role == "critic"
-
-    @property
-    def objective(self) -> ObjectiveDeclaration | None:
-        """The declaration of the objective; None if it is custom or unknown."""
-        if self.is_critic:
-            return CRITIC
-        name = self.selected_objective.name
-        return OBJECTIVES.get(name) if self.custom_objective is None and isinstance(name, str) else None
-
-    @property
-    def correction(self) -> CorrectionDeclaration | None:
-        """The declaration of the correction; None if the name is unknown."""
-        name = self.selected_correction.name
-        return CORRECTIONS.get(name) if isinstance(name, str) else None
-
-    @cached_property
-    def _parsed(self) -> list[tuple[object, LossTerm | ValueError]]:
-        texts = self.args.pg_term
-        return [(text, _parsed_or_error(text)) for text in texts] if isinstance(texts, (list, tuple)) else []
-
-    @property
-    def wrong_terms(self) -> list[tuple[object, ValueError]]:
-        """The texts of `--pg-term` that are not valid loss terms, each with its error (rule E71)."""
-        return [(text, term) for text, term in self._parsed if isinstance(term, ValueError)]
-
-    @property
-    def given_terms(self) -> list[LossTerm]:
-        """The loss terms of `--pg-term` as given, without the invalid texts."""
-        return [term for _, term in self._parsed if isinstance(term, LossTerm)]
-
-    @property
-    def has_objective(self) -> bool:
-        """Whether the objective is in the loss."""
-        return all(term.name != OBJECTIVE.name for term in self.given_terms)
 
     @property
     def terms_of_samples(self) -> frozenset[str]:
@@ -138,21 +108,14 @@ class Facts:
         terms = [
             make(name="kl", kind="kl", weight=args.pg_kl_coef, estimator=args.pg_kl_estimator),
             make(name="entropy", kind="entropy", weight=args.pg_entropy_coef),
-            *([self._penalty()] if self.selected_correction.name == PENALTY else []),
-            *(term.resolved(aggregation, divisor) for term in self.given_terms if term.name != OBJECTIVE.name),
         ]
+        if self.selected_correction.name == PENALTY:  # on the tokens that it selects, with the objective's weights
+            weight = self.correction_numbers["coef"]
+            terms.append(make(name=PENALTY, kind=PENALTY, weight=weight, aggregation=AS_POLICY, estimator="abs"))
+        terms += [term.resolved(aggregation, divisor) for term in self.given_terms if term.name != OBJECTIVE.name]
         return tuple(term for term in terms if term.weight)
 
-    def _penalty(self) -> LossTerm:
-        """The penalty on the tokens that the correction selects, with the weights of the objective."""
-        weight = self.correction_numbers["coef"]
-        return LossTerm(
-            name=PENALTY, kind=PENALTY, weight=weight, on=OBJECTIVE.name, aggregation=AS_POLICY, estimator="abs"
-        )
 
-
-def _parsed_or_error(text: object) -> LossTerm | ValueError:
-    try:
-        return parse(text if isinstance(text, str) else repr(text))
-    except ValueError as error:
-        return error
+def _declared(table: Mapping[str, Declaration], name: object) -> Declaration | None:
+    """The entry of that name; None if it is unknown."""
+    return table.get(name) if isinstance(name, str) else None

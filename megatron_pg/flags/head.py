@@ -1,48 +1,13 @@
-"""The flags of the LM head and their rules. Needs no torch."""
+"""The rules of the LM head. Needs no torch."""
 
 import argparse
 from collections.abc import Iterator
 
-from megatron_pg.declarations.choices import AT_ONCE, HEAD_BACKWARDS, HEAD_MODES, IMPLEMENTATIONS, SOFTCAPS
+from megatron_pg.declarations.choices import AT_ONCE, SOFTCAPS
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
-from megatron_pg.flags.values import choice, number
-
-
-def add_head_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of the LM head."""
-    fp32_lm_head = (
-        "Compute logits in float32 from bfloat16 hidden states and weights, so that log-probabilities are as exact as "
-        "those of a float32 sampler. All logits are stored."
-    )
-    group.add_argument("--fp32-lm-head", action="store_true", help=fp32_lm_head)
-    head_mode = (
-        "Compute the loss from the last hidden states in chunks of tokens, with float32 logits that are never stored. "
-        "forward (default if no value is given): the gradient is computed together with the loss. recompute: the "
-        "logits are computed again in the backward, for loss scaling and for sequence-level losses. scaled_exp: as "
-        "forward, faster and with less memory, with 1.4 times the rounding error of the weight gradient, for losses "
-        "without entropies on compute capability 9.0."
-    )
-    group.add_argument("--pg-fused-head", nargs="?", const="forward", choices=HEAD_MODES, help=head_mode)
-    fp32_lm_head_backward = (
-        "Precision of the logits' gradient in the backward GEMMs. bf16 (default): rounded, as in Megatron. split: two "
-        "bfloat16 parts, which give a weight gradient exact to 1e-5 at twice the cost of the GEMMs."
-    )
-    group.add_argument("--fp32-lm-head-backward", choices=HEAD_BACKWARDS, help=fp32_lm_head_backward)
-    vocab_size = (
-        "Vocabulary size of the rollout engine. Columns of the logits from V on are padding and get no probability. "
-        "Default: all columns of Megatron's padded vocabulary."
-    )
-    group.add_argument("--pg-vocab-size", type=int, metavar="V", help=vocab_size)
-    softcap = (
-        "Softcap C of the logits x, which are C·tanh(x / C) before the temperature, for a model that does not cap them "
-        "itself. Megatron-Bridge's output layers of Gemma 2 and 4 do, which is detected. Default: none."
-    )
-    group.add_argument("--pg-logit-softcap", type=float, metavar="C", help=softcap)
-    kernel = (
-        "Implementation of log-probabilities and loss. Default: triton on CUDA, torch elsewhere. There is no fallback."
-    )
-    group.add_argument("--pg-kernel", choices=IMPLEMENTATIONS, help=kernel)
+from megatron_pg.flags.table import switch_rules, word_rules
+from megatron_pg.flags.values import number
 
 
 def head_violations(facts: Facts) -> Violations:
@@ -51,10 +16,12 @@ def head_violations(facts: Facts) -> Violations:
     if args.pg_logit_softcap is not None:
         low, high = SOFTCAPS
         yield from number("--pg-logit-softcap", args.pg_logit_softcap, low, high, f"between {low:g} and {high:g}")
-    yield from _choice_rules(args)
+    yield from switch_rules(args, "--fp32-lm-head", rule="E50")
+    words = "--pg-fused-head", "--fp32-lm-head-backward"
+    yield from word_rules(args, *words, rule="E50", elsewhere={"odds": "scaled_exp"})
     yield from _vocabulary_rules(args, facts.megatron("padded_vocab_size"))
     backward = args.fp32_lm_head_backward
-    if backward is not None and not (args.fp32_lm_head or args.pg_fused_head):
+    if backward is not None and not facts.has_own_head:
         yield (
             f"E51 --fp32-lm-head-backward {backward} has no effect without --fp32-lm-head or --pg-fused-head; add one "
             "or remove it"
@@ -73,17 +40,6 @@ def head_violations(facts: Facts) -> Violations:
                 "E56 --pg-fused-head scaled_exp has no float32 gradient for --fp32-lm-head-backward split; use "
                 "--pg-fused-head forward"
             )
-
-
-def _choice_rules(args: argparse.Namespace) -> Violations:
-    if not isinstance(args.fp32_lm_head, bool):
-        yield f"E50 --fp32-lm-head must be true or false, got {args.fp32_lm_head!r}"
-    for flag, value, choices in (
-        ("--pg-fused-head", args.pg_fused_head, HEAD_MODES),
-        ("--fp32-lm-head-backward", args.fp32_lm_head_backward, HEAD_BACKWARDS),
-    ):
-        if value is not None:
-            yield from choice(flag, value, choices, "E50", elsewhere={"odds": "scaled_exp"})
 
 
 def _vocabulary_rules(args: argparse.Namespace, padded: int | None) -> Violations:

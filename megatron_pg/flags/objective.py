@@ -1,4 +1,4 @@
-"""The flags of role and objective: its numbers, correction, KL, entropy, gradient divisor. Needs no torch.
+"""The rules of role and objective: its numbers, correction, KL, entropy, gradient divisor. Needs no torch.
 
 Every objective and correction has its own numbers, the options of its text, with the defaults of its paper. A number
 that the selected one does not read is an error, and so is a missing number without a default.
@@ -6,31 +6,16 @@ that the selected one does not read is an error, and so is a missing number with
 
 import argparse
 import math
-from collections.abc import Mapping
 
 from megatron_pg.declarations import corrections, objectives
 from megatron_pg.declarations.aggregations import AGGREGATIONS, is_by_turn
-from megatron_pg.declarations.choices import (
-    AUX_AGGREGATIONS,
-    DENOMINATORS,
-    MTP_AGGREGATIONS,
-    MTP_TARGETS,
-    OBJECTIVE_PARAMETERS,
-    ROLES,
-    SEQUENCE_LEVELS,
-    WEIGHT_DENOMINATORS,
-)
-from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS, OTHER_ESTIMATORS, CorrectionDeclaration
-from megatron_pg.declarations.declaration import ABOVE_ZERO, Number
-from megatron_pg.declarations.objectives import (
-    CLIP_EPS_HIGH,
-    CLIP_EPS_LOW,
-    OBJECTIVES,
-    VALUE_CLIP,
-    ObjectiveDeclaration,
-)
+from megatron_pg.declarations.choices import DENOMINATORS
+from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS, OTHER_ESTIMATORS
+from megatron_pg.declarations.declaration import ABOVE_ZERO, Number, flag_of
+from megatron_pg.declarations.objectives import CLIP_EPS_HIGH, CLIP_EPS_LOW, OBJECTIVES, VALUE_CLIP
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
+from megatron_pg.flags.table import DEFAULTS, word_rules
 from megatron_pg.flags.values import are_numbers, choice, number
 
 # A critic reads these arguments in addition to those of its role; all others are about log-probabilities.
@@ -41,120 +26,11 @@ _OF_BOTH = (
 )
 
 
-def add_objective_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of the objective and its correction."""
-    objective = (
-        f"Objective, the loss of one token, with its numbers: {_listed(OBJECTIVES)}. A number in brackets has a "
-        f"default. docs/objectives.md has the formulas. Default {objectives.DEFAULT}, the clipped surrogate of PPO."
-    )
-    group.add_argument("--pg-objective", default=objectives.DEFAULT, metavar="NAME[,NUMBER=X]...", help=objective)
-    low = (
-        "Lower clip bound of the probability ratio is 1 - EPS; 0 <= EPS <= 1, 1 switches it off. Default 0.2 (gspo and "
-        "gspo_token: 3e-4; cispo: 1)."
-    )
-    group.add_argument(str(CLIP_EPS_LOW.flag), type=float, metavar="EPS", help=low)
-    high = (
-        "Upper clip bound of the probability ratio is 1 + EPS; EPS >= 0. Default 0.2 (DAPO clip-higher: 0.28; gspo and "
-        "gspo_token: 4e-4)."
-    )
-    group.add_argument(str(CLIP_EPS_HIGH.flag), type=float, metavar="EPS", help=high)
-    correction = (
-        "Correction of the policy loss for the mismatch of trainer and rollout engine, with its options: "
-        f"{_listed(CORRECTIONS)}. An option in brackets has a default. docs/corrections.md has the formulas. Default "
-        "none."
-    )
-    group.add_argument("--pg-correction", default="none", metavar="NAME[,OPTION=X]...", help=correction)
-
-
-def _listed(table: Mapping[str, ObjectiveDeclaration] | Mapping[str, CorrectionDeclaration]) -> str:
-    """The names of a table with their options, for --help."""
-    return ", ".join(f"{name}{_options_of(declared)}" for name, declared in table.items())
-
-
-def _options_of(declared: ObjectiveDeclaration | CorrectionDeclaration) -> str:
-    words = declared.words if isinstance(declared, CorrectionDeclaration) else {}
-    required = [f",{option}={'|'.join(choices)}" for option, choices in words.items()]
-    options = [(number.name, default) for number, default in declared.numbers.items() if number.flag is None]
-    return "".join([*required, *(f",{name}=" if default is None else f"[,{name}=]" for name, default in options)])
-
-
-def add_weight_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of a custom objective, of weights and of denominators."""
-    custom_objective_path = (
-        "package.module:function or package.module.function of a custom objective "
-        f"fn({', '.join(OBJECTIVE_PARAMETERS)}) -> Tensor, with its numbers. It replaces --pg-objective."
-    )
-    group.add_argument("--pg-custom-objective-path", metavar="PATH[,NUMBER=X]...", help=custom_objective_path)
-    denominator = (
-        "What the denominators count. scheduled: all rollouts and trained tokens. live: only rollouts and prompt "
-        "groups with a trained token. varied: without prompt groups of several rollouts whose rewards are all equal, "
-        "which have no weight. kept: only units and tokens that --pg-correction does not reject."
-    )
-    group.add_argument("--pg-denominator", choices=DENOMINATORS, default="scheduled", help=denominator)
-    weight_denominator = (
-        "What the denominators sum where samples have token_weights. tokens: trained tokens, so a weight of 2 doubles "
-        "a token. weights: the tokens' weights, so the weights of a unit are relative to each other. Default tokens."
-    )
-    group.add_argument(
-        "--pg-weight-denominator", choices=WEIGHT_DENOMINATORS, default="tokens", help=weight_denominator
-    )
-    sequence_level = (
-        "A sequence, for sequence-level objectives, importance weights and rejections: the whole sample, or each of "
-        "its turns. Default sample."
-    )
-    group.add_argument("--pg-sequence-level", choices=SEQUENCE_LEVELS, default="sample", help=sequence_level)
-    aux_aggregation = (
-        "Weights of the KL and entropy terms. default: sample_mean, or token_mean with --calculate-per-token-loss. "
-        "policy: the weights of the policy loss."
-    )
-    group.add_argument("--pg-aux-aggregation", choices=AUX_AGGREGATIONS, default="default", help=aux_aggregation)
-    mtp_aggregation = (
-        "Weights of the cross-entropies of Megatron's --mtp-num-layers. token_mean: each depth is averaged over all "
-        "tokens of the step that it can predict. policy: by --loss-aggregation."
-    )
-    group.add_argument("--pg-mtp-aggregation", choices=MTP_AGGREGATIONS, default="token_mean", help=mtp_aggregation)
-    mtp_target = (
-        "What Megatron's --mtp-num-layers predict. token: the token of the sample, by cross-entropy. policy: the "
-        "policy's own distribution of that token, by the forward KL divergence, with no gradient to that distribution."
-    )
-    group.add_argument("--pg-mtp-target", choices=MTP_TARGETS, default="token", help=mtp_target)
-    grad_divisor = "Divides the gradient, not the reported loss. Default 1 (docs/objectives.md: parity with DeepSpeed)."
-    group.add_argument("--pg-grad-divisor", type=float, default=1.0, metavar="G", help=grad_divisor)
-
-
-def add_penalty_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of the KL penalty and the entropy bonus."""
-    group.add_argument(
-        "--pg-kl-coef", type=float, default=0.0, metavar="BETA", help="Adds BETA times KL(π‖π_ref). Default 0."
-    )
-    kl_estimator = (
-        f"Estimator of --pg-kl-coef, required with it: {', '.join(KL_ESTIMATORS)}. k3_weighted has the right value and "
-        "the right gradient."
-    )
-    group.add_argument("--pg-kl-estimator", metavar="NAME", help=kl_estimator)
-    entropy_coef = "Subtracts ETA times the exact entropy of softmax(z / TAU) over the vocabulary. Default 0."
-    group.add_argument("--pg-entropy-coef", type=float, default=0.0, metavar="ETA", help=entropy_coef)
-
-
-def add_role_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of the trained model's role."""
-    role = (
-        "What the model is. policy (default): it gives logits. critic: it has a value head, of "
-        "megatron_pg.add_value_head, and learns the samples' returns by PPO's value loss."
-    )
-    group.add_argument("--pg-role", choices=ROLES, default="policy", help=role)
-    clip = (
-        "Hold a critic's value to EPS around the sample's old value in the value loss; EPS > 0. Default: not clipped."
-    )
-    group.add_argument(str(VALUE_CLIP.flag), type=float, metavar="EPS", help=clip)
-
-
 def objective_violations(facts: Facts) -> Violations:
     """Rules E24, E25 and E40 to E44 for the flags of the objective."""
     args = facts.args
     yield from _selection_rules(facts)
-    yield from choice("--pg-sequence-level", args.pg_sequence_level, SEQUENCE_LEVELS)
-    yield from choice("--pg-aux-aggregation", args.pg_aux_aggregation, AUX_AGGREGATIONS)
+    yield from word_rules(args, "--pg-sequence-level", "--pg-aux-aggregation")
     if args.pg_kl_estimator is not None:
         yield from choice("--pg-kl-estimator", args.pg_kl_estimator, KL_ESTIMATORS, elsewhere=OTHER_ESTIMATORS)
     for declared in (CLIP_EPS_LOW, CLIP_EPS_HIGH):
@@ -165,15 +41,13 @@ def objective_violations(facts: Facts) -> Violations:
     yield from _objective_rules(facts)
     yield from _correction_rules(facts)
     yield from _auxiliary_rules(args)
-    yield from choice("--pg-mtp-aggregation", args.pg_mtp_aggregation, MTP_AGGREGATIONS)
-    yield from choice("--pg-mtp-target", args.pg_mtp_target, MTP_TARGETS)
+    yield from word_rules(args, "--pg-mtp-aggregation", "--pg-mtp-target")
     yield from _prediction_rules(facts)
 
 
 def weight_violations(facts: Facts) -> Violations:
     """Rules E24, E25 and E43 for what every role weighs tokens and gradients by."""
-    yield from choice("--pg-denominator", facts.args.pg_denominator, DENOMINATORS)
-    yield from choice("--pg-weight-denominator", facts.args.pg_weight_denominator, WEIGHT_DENOMINATORS)
+    yield from word_rules(facts.args, "--pg-denominator", "--pg-weight-denominator")
     yield from number("--pg-grad-divisor", facts.args.pg_grad_divisor, ABOVE_ZERO, math.inf, "finite and > 0")
     yield from _denominator_rules(facts)
     yield from _unit_rules(facts)
@@ -189,10 +63,7 @@ def _selection_rules(facts: Facts) -> Violations:
     if facts.correction is not None:
         yield from correction.violations(facts.correction.numbers, facts.correction.words)
     if (custom := facts.custom_objective) is not None:
-        reads = {
-            Number(name=name, low=-math.inf, high=math.inf, requirement="a finite number"): None
-            for name in custom.given
-        }
+        reads = {Number(name=name, requirement="a finite number"): None for name in custom.given}
         yield from custom.violations(reads, {})
 
 
@@ -280,21 +151,21 @@ def _denominator_rules(facts: Facts) -> Violations:
         yield f"E43 {chosen} has no effect with {facts.selected_correction}, which rejects no token; use live"
 
 
-def role_violations(facts: Facts, defaults: Mapping[str, object]) -> Violations:
-    """Rules E24, E25 and E45; `defaults` are those of all arguments."""
+def role_violations(facts: Facts) -> Violations:
+    """Rules E24, E25 and E45."""
     args, clip = facts.args, facts.args.pg_value_clip
-    yield from choice("--pg-role", args.pg_role, ROLES)
+    yield from word_rules(args, "--pg-role")
     if clip is not None:
         yield from number(str(VALUE_CLIP.flag), clip, VALUE_CLIP.low, VALUE_CLIP.high, VALUE_CLIP.requirement)
     if not facts.is_critic:
         if clip is not None:
             yield f"E45 {VALUE_CLIP.flag} {clip} has no effect without --pg-role critic; remove it, or add that role"
         return
-    for name, default in defaults.items():
+    for name, default in DEFAULTS.items():
         value = vars(args)[name]
         if name not in (*_OF_BOTH, "pg_role", VALUE_CLIP.attribute) and value != default:
             shown = "" if value is True else f" {value}"
-            yield f"E45 --{name.replace('_', '-')}{shown} has no meaning with --pg-role critic; remove it"
+            yield f"E45 {flag_of(name)}{shown} has no meaning with --pg-role critic; remove it"
     if args.pg_metrics == "with_entropy":
         yield "E45 --pg-metrics with_entropy has no meaning with --pg-role critic, which has no entropy; use basic"
 

@@ -6,8 +6,10 @@ Needs no torch.
 import argparse
 import difflib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
+
+from megatron_pg.declarations.declaration import flag_of
 
 # What a flag is called elsewhere or by its meaning, after --pg-.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -105,7 +107,7 @@ _REPLACEMENTS = {  # the flag of an earlier release: what to write, with its val
 
 def replacement(name: str, value: object = "…") -> str | None:
     """What to write instead of a flag, or an argument, of an earlier release; None for any other name."""
-    flag = "--" + name.lstrip("-").replace("_", "-")
+    flag = flag_of(name)
     return _REPLACEMENTS[flag].format(value) if flag in _REPLACEMENTS else None
 
 
@@ -116,12 +118,6 @@ def add_moved_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _Moved(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
         value = "…" if values is None else values
         parser.error(f"{self.option_strings[0]} is not a flag since 0.3.0. Write {replacement(self.dest, value)}")

@@ -1,30 +1,16 @@
-"""The flag of loss terms, `--pg-term NAME:kind[,option=value]…`, and its rules. Needs no torch."""
+"""The rules of loss terms, `--pg-term NAME:kind[,option=value]…`, and of sampling masks. Needs no torch."""
 
-import argparse
 from collections.abc import Sequence
 
 from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.declarations.corrections import CORRECTIONS
-from megatron_pg.declarations.loss_terms import AS_POLICY, TAIL_FLOOR, LossTerm
+from megatron_pg.declarations.loss_terms import AS_POLICY, LossTerm
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
-from megatron_pg.flags.term_text import KINDS_OF_FLAG
+from megatron_pg.flags.table import word_rules
 from megatron_pg.rollouts.fields import POLICY
 
-
-def add_term_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flag."""
-    term = (
-        f"Adds a loss term with its own tokens and denominators. Kinds: {', '.join(KINDS_OF_FLAG)}. Options: weight "
-        "(default 1), aggregation and divisor (default: as --loss-aggregation), on (the loss term whose tokens it "
-        f"uses; {POLICY} is the objective), estimator (of a KL divergence), beta and alpha (of a teacher's "
-        "divergence), temperature (of a top-k teacher, default 1), tail_floor (of a top-k teacher: lower bound of the "
-        f"probability of all other tokens, default {TAIL_FLOOR:g}), head (required for full_*: PATH or PATH:NAME of "
-        "the teacher's output layer [V, H] in a safetensors file, by default named weight), softcap (of the logits of "
-        "a full_* teacher, 0 for none; by default that of the policy's logits). "
-        f"{POLICY}:{POLICY},weight=0 drops the objective. May be repeated."
-    )
-    group.add_argument("--pg-term", action="append", metavar="NAME:KIND[,OPTION=VALUE]...", help=term)
+_DROPPED = f"--pg-term {POLICY}:{POLICY},weight=0"  # the flag that drops the objective
 
 
 def term_violations(facts: Facts) -> Violations:
@@ -53,7 +39,7 @@ def _hidden_rules(facts: Facts, terms: Sequence[LossTerm]) -> Violations:
                 f"E73 {term.flag} computes the teacher's logits from its hidden states; add the option head=PATH, the "
                 "teacher's output layer"
             )
-        if facts.args.pg_fused_head is None:
+        if not facts.fuses_head:
             yield (
                 f"E73 {term.flag} needs the fused head, which computes the logits of teacher and model in chunks; add "
                 "--pg-fused-head forward, or recompute"
@@ -96,24 +82,37 @@ def _together(facts: Facts, terms: list[LossTerm]) -> Violations:
         return
     for term in terms:
         if term.aggregation == AS_POLICY:
-            yield (
-                f"E73 {term.flag},aggregation={AS_POLICY} uses the weights of the objective, which --pg-term "
-                f"{POLICY}:{POLICY},weight=0 drops; name an aggregation"
-            )
+            uses = f"{term.flag},aggregation={AS_POLICY} uses the weights of the objective"
+            yield f"E73 {uses}, which {_DROPPED} drops; name an aggregation"
     if not any(term.weight for term in terms):
-        yield f"E73 --pg-term {POLICY}:{POLICY},weight=0 leaves no loss; add another loss term, or remove it"
+        yield f"E73 {_DROPPED} leaves no loss; add another loss term, or remove it"
     of_objective = (
         ("--pg-correction", facts.selected_correction.name, {*CORRECTIONS} - {"none"}),
         ("--pg-denominator", facts.args.pg_denominator, {*DENOMINATORS} - {"scheduled"}),
     )
     for flag, value, choices in of_objective:
         if isinstance(value, str) and value in choices:  # rule E25 reports any other value
-            yield (
-                f"E73 {flag} {value} has no effect without the objective, which --pg-term {POLICY}:{POLICY},weight=0 "
-                "drops; remove one of the two"
-            )
+            unread = f"{flag} {value} has no effect without the objective"
+            yield f"E73 {unread}, which {_DROPPED} drops; remove one of the two"
     if facts.args.pg_kl_coef or facts.args.pg_entropy_coef:
         yield (
-            "E73 --pg-kl-coef and --pg-entropy-coef are terms of the objective, which --pg-term "
-            f"{POLICY}:{POLICY},weight=0 drops; write --pg-term NAME:kl,on={POLICY} or NAME:entropy,on={POLICY}"
+            f"E73 --pg-kl-coef and --pg-entropy-coef are terms of the objective, which {_DROPPED} drops; write "
+            f"--pg-term NAME:kl,on={POLICY} or NAME:entropy,on={POLICY}"
         )
+
+
+def sampling_mask_violations(facts: Facts) -> Violations:
+    """Rules E25 and E40 for samples with a sampling mask."""
+    args = facts.args
+    yield from word_rules(args, "--pg-sampling-mask-missing", "--pg-sampling-mask-entropy")
+    if args.pg_sampling_mask_entropy == "kept" and not _reads_entropy(facts):
+        yield (
+            "E40 --pg-sampling-mask-entropy kept has no effect without an entropy: --pg-entropy-coef, a --pg-term of "
+            "the kind entropy or --pg-metrics with_entropy; remove it or give one"
+        )
+
+
+def _reads_entropy(facts: Facts) -> bool:
+    if facts.args.pg_entropy_coef != 0 or facts.args.pg_metrics == "with_entropy" or facts.wrong_terms:
+        return True
+    return any(term.kind == "entropy" and term.weight for term in facts.given_terms)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from megatron_pg.declarations.declaration import did_you_mean
+from megatron_pg.declarations.declaration import one_of
 from megatron_pg.flags.errors import Violations
 
 
@@ -23,10 +23,9 @@ def choice(
     rule: str = "E25",
     elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> Violations:
-    """Rule E25 (E50 of the head): one of several words; `elsewhere` maps the words of other frameworks to ours."""
+    """Rule E25, or `rule`: one of several words; `elsewhere` maps the words of other frameworks to ours."""
     if not (isinstance(value, str) and value in choices):
-        hint = did_you_mean(f"{value}", choices, elsewhere)
-        yield f"{rule} {flag} {value!r} is not one of {', '.join(choices)}{hint}"
+        yield f"{rule} {flag} {value!r} is not one of {one_of(f'{value}', choices, elsewhere)}"
 
 
 def is_finite(value: float) -> bool:

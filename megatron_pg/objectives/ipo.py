@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from megatron_pg.objectives.dppo_tv import outside
 from megatron_pg.objectives.interface.tokens import Parameters, Tokens
 
 
@@ -18,9 +19,3 @@ def ipo(tokens: Tokens, parameters: Parameters) -> Tensor:
     nothing = 0 * tokens.advantages  # but of one that is not finite, which stays visible
     surrogate = torch.where(above | below, nothing, -tokens.ratios * tokens.advantages)
     return surrogate + parameters.tau * tokens.log_ratios.square()
-
-
-def outside(tokens: Tokens, parameters: Parameters) -> tuple[Tensor, Tensor]:
-    """[T] bool each: π above and below the band around π_old."""
-    moved = tokens.logprobs.detach().exp() - tokens.old_logprobs.exp()
-    return moved > parameters.delta_high, moved < -parameters.delta_low

@@ -7,47 +7,38 @@ from megatron_pg.args import ArgumentError
 from megatron_pg.plan.documents import Documents
 
 
-def checked_data(returned: object, args: Namespace) -> tuple[Any, Any, Any]:
+def checked_data(returned: Any, args: Namespace) -> tuple[Any, Any, Any]:
     """Training, validation and test data that the dataset provider returned.
 
     Raises:
         ArgumentError: rule E64, if they are not three, if there are no training data to train on, or if these have the
             wrong type for --docs-per-step.
     """
-    if not isinstance(returned, (tuple, list)) or len(returned) != 3:
-        raise _error(
-            f"dataset provider returned a {type(returned).__name__}, expected (train, valid, test). "
-            "Return (training data, None, None)."
-        )
+    if problem := _problem(returned, args):
+        raise ArgumentError([("E64", f"dataset provider returned {problem}")])
     train, valid, test = returned
-    if train is None and args.train_iters and not args.skip_train:
-        raise _error(
-            f"dataset provider returned None for training data, but --train-iters is {args.train_iters}. "
-            "Return an iterator of PackedBatch, or pass --skip-train."
-        )
-    _check_training_data(train, args)
     return train, valid, test
 
 
-def _check_training_data(train: object, args: Namespace) -> None:
+def _problem(returned: object, args: Namespace) -> str | None:
+    if not isinstance(returned, (tuple, list)) or len(returned) != 3:
+        kind = type(returned).__name__
+        return f"a {kind}, expected (train, valid, test). Return (training data, None, None)."
+    train = returned[0]
+    if train is None and args.train_iters and not args.skip_train:
+        return (
+            f"None for training data, but --train-iters is {args.train_iters}. "
+            "Return an iterator of PackedBatch, or pass --skip-train."
+        )
     is_documents, kind = isinstance(train, Documents), type(train).__name__
     iterators = [part for part in (train if isinstance(train, list) else [train]) if part is not None]
     if not is_documents and not all(hasattr(part, "__next__") for part in iterators):
-        raise _error(
-            f"dataset provider returned a {kind} as training data, which is not an iterator. Return an iterator of "
-            "PackedBatch: a generator, or iter(...)."
+        return (
+            f"a {kind} as training data, which is not an iterator. Return an iterator of PackedBatch: a generator, or "
+            "iter(...)."
         )
     if args.docs_per_step and not is_documents:
-        raise _error(
-            f"dataset provider returned a {kind} for training, but --docs-per-step is {args.docs_per_step}. "
-            "Return megatron_pg.Documents."
-        )
+        return f"a {kind} for training, but --docs-per-step is {args.docs_per_step}. Return megatron_pg.Documents."
     if is_documents and not args.docs_per_step:
-        raise _error(
-            "dataset provider returned Documents, but --docs-per-step is 0. Set it, or return an iterator of "
-            "PackedBatch."
-        )
-
-
-def _error(message: str) -> ArgumentError:
-    return ArgumentError([("E64", message)])
+        return "Documents, but --docs-per-step is 0. Set it, or return an iterator of PackedBatch."
+    return None

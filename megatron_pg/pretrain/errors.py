@@ -2,7 +2,8 @@
 
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 
@@ -60,6 +61,17 @@ def raise_on_every_rank(error: Exception | None, rule: str) -> None:
     for rank, text in enumerate(failed):
         if message := decode(text):
             raise ArgumentError([(rule, f"rank {rank}: {message}")])
+
+
+@contextmanager
+def raised_on_every_rank(rule: str) -> Iterator[None]:
+    """Raise an error of the block on every rank after it; every rank must run the block."""
+    error = None
+    try:
+        yield
+    except Exception as failure:
+        error = failure
+    raise_on_every_rank(error, rule)
 
 
 def _rank() -> int:

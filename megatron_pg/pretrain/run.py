@@ -28,7 +28,7 @@ from megatron_pg.flags.banner import describe, in_force
 from megatron_pg.plan.documents import Documents, EndOfDocuments
 from megatron_pg.pretrain.data import checked_data
 from megatron_pg.pretrain.documents import RunDocuments
-from megatron_pg.pretrain.errors import ON_EVERY_RANK, raise_on_every_rank, report_when_shown, shown_once
+from megatron_pg.pretrain.errors import ON_EVERY_RANK, raised_on_every_rank, report_when_shown, shown_once
 from megatron_pg.pretrain.log import RunLog
 from megatron_pg.pretrain.startup import start
 from megatron_pg.step.experts import RoutingReplay
@@ -199,14 +199,11 @@ class _Run:
 
     def build_model(self, provider: Callable, *positional: object, **keywords: object):
         """The user's model with our loss in it, built after our validation."""
-        step, model, error = self.step, None, None
-        try:
+        step = self.step
+        with raised_on_every_rank("E64"):
             model = provider(*positional, **keywords)
             if getattr(model, "post_process", True):
                 step.attach(model)
-        except Exception as failure:  # raised on every rank
-            error = failure
-        raise_on_every_rank(error, "E64")
         return model
 
     def datasets_provider(self, provider: Callable) -> Callable:
@@ -214,15 +211,12 @@ class _Run:
 
         @functools.wraps(provider)  # Megatron looks for a parameter and an attribute
         def build(*positional: object, **keywords: object) -> tuple:
-            datasets, error = (None, None, None), None
-            try:
+            with raised_on_every_rank("E64"):
                 args = get_args()
                 train, *others = checked_data(provider(*positional, **keywords), args)
-                datasets = (self._begin(train, args) if isinstance(train, Documents) else train), *others
-            except Exception as failure:  # raised on every rank
-                error = failure
-            raise_on_every_rank(error, "E64")
-            return datasets
+                if isinstance(train, Documents):
+                    train = self._begin(train, args)
+            return train, *others
 
         return build
 

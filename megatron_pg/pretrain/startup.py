@@ -10,6 +10,7 @@ from typing import cast
 import torch
 
 from megatron_pg.args import ArgumentError, disagreement, rank_snapshot, validate_args
+from megatron_pg.declarations.declaration import flag_of
 from megatron_pg.flags.banner import banner, command_line, in_force
 from megatron_pg.flags.import_path import source_of
 from megatron_pg.plan.collectives import all_gather_rows, decode, encode
@@ -61,12 +62,12 @@ def _check_warm_up(args: Namespace) -> None:
     values = vars(args)
     unit = "iters" if values.get("train_iters") else "samples"
     length = values.get(f"lr_decay_{unit}") or values.get(f"train_{unit}")
-    for flag, limit in {f"lr-warmup-{unit}": length, "lr-warmup-fraction": 1}.items():
-        value = values.get(flag.replace("-", "_"))
+    for name, limit in {f"lr_warmup_{unit}": length, "lr_warmup_fraction": 1}.items():
+        value = values.get(name)
         if value and limit and value >= limit:
             message = (
-                f"--{flag} {value} is not less than the length of the learning-rate schedule, {limit}. Shorten the "
-                "warm-up or train longer."
+                f"{flag_of(name)} {value} is not less than the length of the learning-rate schedule, {limit}. Shorten "
+                "the warm-up or train longer."
             )
             raise ArgumentError([("E66", message)])
 

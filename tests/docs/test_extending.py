@@ -129,6 +129,7 @@ def test_the_users_metric_is_exact_in_every_layout(settings, tmp_path):
         assert found == pytest.approx(expected, rel=1e-14)
 
 
+@pytest.mark.usefixtures("small_tiles")
 def test_the_users_row_is_the_users_objective_in_the_kernels(settings, tmp_path):
     (tmp_path / "my_rl" / "kernel.py").write_text(blocks()["my_rl/kernel.py"], encoding="utf-8")
     found = load_custom_objective("my_rl.kernel:soft_clip_by_kernel", knee=2.0)

@@ -2,6 +2,7 @@
 missing."""
 
 import ast
+import functools
 import re
 import shlex
 import subprocess
@@ -103,6 +104,19 @@ def test_the_page_of_flags_has_every_flag():
     assert [flag for flag in flags if f"`{flag}`" not in page] == []
 
 
+@functools.cache
+def names_and_texts() -> tuple[set[tuple[Path, str]], set[str]]:
+    """Names in the package's files, and the texts in them."""
+    names, texts = set(), set()
+    for path in (ROOT / "megatron_pg").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            found = (getattr(node, field, None) for field in ("id", "arg", "attr", "name"))
+            names |= {(path, name) for name in found if isinstance(name, str)}
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.add(node.value)
+    return names, texts
+
+
 def test_the_words_of_the_glossary_are_kept():
     """A word in backticks in the last column is not an identifier of the package, but where a host's own names are
     read."""
@@ -110,13 +124,9 @@ def test_the_words_of_the_glossary_are_kept():
     rows = [row.split("|") for row in page.partition("Symbols:")[0].splitlines() if "|" in row]
     refused = {word for cells in rows for word in re.findall(r"`(\w+)`", cells[3])}
     assert len(refused) > 20
-    found = set()
-    for path in (ROOT / "megatron_pg").rglob("*.py"):
-        if (ROOT / "megatron_pg/hosts") in path.parents:
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = (getattr(node, field, None) for field in ("id", "arg", "attr", "name"))
-            found |= {(path.name, name) for name in names if isinstance(name, str) and name in refused}
+    names, _ = names_and_texts()
+    hosts = ROOT / "megatron_pg/hosts"
+    found = {(path.name, name) for path, name in names if name in refused and hosts not in path.parents}
     assert not found
 
 
@@ -187,16 +197,9 @@ def test_the_pictures_are_drawn_from_the_package(tmp_path, capsys):
 MESSAGES = ROOT / "docs" / "messages.md"
 
 
-def constants_of_the_code() -> list[str]:
-    """The texts in the source of the package."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "megatron_pg").rglob("*.py")]
-    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    return [node.value for node in nodes if isinstance(node.value, str)]
-
-
 def test_every_rule_of_the_code_has_one_row_with_cause_and_fix():
     """The number of a rule is a separate text, or begins the text of a message."""
-    found = {match[1] for text in constants_of_the_code() if (match := re.match(r"\[?([EWR]\d+)(?:\]? |$)", text))}
+    found = {match[1] for text in names_and_texts()[1] if (match := re.match(r"\[?([EWR]\d+)(?:\]? |$)", text))}
     rows = re.findall(r'^\| <a id="(\w+)"></a>(\w+) \| (.+) \| (.+) \|$', MESSAGES.read_text("utf-8"), re.MULTILINE)
     assert len(rows) > 60
     assert sorted(rule for _, rule, *_ in rows) == sorted(found)

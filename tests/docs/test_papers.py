@@ -37,7 +37,7 @@ def test_a_policy_that_follows_sample_mean_gets_longer_and_worse():
 
 
 def test_prompt_mean_approaches_the_truth_with_the_group_size():
-    rows, truth = group_size.measure(responses=64_000), geometric.true_gradient(group_size.P)
+    rows, truth = group_size.measure(responses=16_000), geometric.true_gradient(group_size.P)
     exact = [row.prompt_mean_exact for row in rows]
     assert exact == pytest.approx([0.0077, 0.0600, 0.1017, 0.1244, 0.1413], abs=1e-4)
     assert exact == sorted(exact)
@@ -92,7 +92,7 @@ def test_which_forms_of_distillation_have_the_teacher_in_their_gradient():
     ("demonstration", "sizes", "words"),
     [
         (length_bias, {"probabilities": (0.125, 0.2), "updates": 2}, ["WRONG", "+0.1468", "-0.0410"]),
-        (group_size, {"responses": 6_400}, ["0.906", "± 0.0"]),
+        (group_size, {"responses": 3_200}, ["0.906", "± 0.0"]),
         (head_precision, {"tokens": 64}, ["bfloat16 log-probs"]),
         (kl_gradients, {}, ["0.3080"]),
         (distillation_gradients, {}, ["k3_weighted", "0.443"]),

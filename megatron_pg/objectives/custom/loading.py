@@ -24,6 +24,7 @@ from megatron_pg.objectives.interface.tokens import Parameters, Tokens
 
 _ADVANTAGES = torch.tensor([-0.7, -0.3, 0.0, 0.5, 0.9, 1.3], dtype=torch.float64)  # 0: groups of equal rewards have it
 _SIZE = len(_ADVANTAGES)
+_ALL, _PAIRS = torch.arange(_SIZE), torch.arange(_SIZE).split(2)  # the tokens together, and two by two
 
 
 def custom_objective_of(facts: Facts) -> Objective:
@@ -63,19 +64,16 @@ def load_custom_objective(path: str, **numbers: float) -> Objective:
     def reports(tokens: Tokens, parameters: Parameters) -> dict[str, Tensor]:
         return _both(function(tokens, parameters))[1]
 
-    if reason := _probe(loss, parameters):
-        raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
-    if reason := _probe_reports(reports, parameters):
-        raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
-    if unread := _unread_options(function, numbers):
-        raise ArgumentError([("E16", f"custom objective {path!r} does not read its option {unread}; remove it")])
-    names = tuple(reports(_tokens(torch.arange(_SIZE)), parameters))
+    def refuse_for(reason: str | None) -> None:
+        if reason:
+            raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
+
+    refuse_for(_probe(loss, parameters) or _probe_reports(reports, parameters) or _unread_option(function, numbers))
+    names = tuple(reports(_tokens(_ALL), parameters))
     reads_sequences = _reads_sequences(loss, reports, parameters)
-    if reason := token_kernel_refusal(function, parameters, reads_sequences=reads_sequences):
-        raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
+    refuse_for(token_kernel_refusal(function, parameters, reads_sequences=reads_sequences))
     token_kernel = custom_token_kernel(function, parameters)
-    if token_kernel and (reason := token_kernel_failure(token_kernel, loss, parameters)):
-        raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
+    refuse_for(None if token_kernel is None else token_kernel_failure(token_kernel, loss, parameters))
     return Objective(
         name=path,
         loss=loss,
@@ -96,8 +94,8 @@ def _both(returned: Any) -> tuple[Any, dict[str, Tensor]]:
     return returned
 
 
-def _unread_options(function: Callable, numbers: dict[str, float]) -> str:
-    """The first option that the function does not read on six tokens, as `name=value`, or an empty text.
+def _unread_option(function: Callable, numbers: dict[str, float]) -> str | None:
+    """Why a function is refused that does not read one of its options on six tokens, or None.
 
     Clip ranges are left out: a host passes its own, whether the function reads them or not.
     """
@@ -111,17 +109,17 @@ def _unread_options(function: Callable, numbers: dict[str, float]) -> str:
         def __getattr__(self, name: str) -> None:  # the function has passed `_probe`, so it takes a default here
             raise AttributeError(name)
 
-    function(_tokens(torch.arange(_SIZE)), Watched(**numbers))
+    function(_tokens(_ALL), Watched(**numbers))
     if "__dict__" in read:  # vars(parameters) may read any of them
-        return ""
-    options = numbers.keys() - {CLIP_EPS_LOW.name, CLIP_EPS_HIGH.name} - read
-    return next((f"{name}={numbers[name]:g}" for name in sorted(options)), "")
+        return None
+    for name in sorted(numbers.keys() - {CLIP_EPS_LOW.name, CLIP_EPS_HIGH.name} - read):
+        return f"does not read its option {name}={numbers[name]:g}; remove it"
+    return None
 
 
 def _probe_reports(reports: Callable, parameters: Parameters) -> str | None:
     """Why the metrics of an objective whose loss is accepted are refused, or None."""
-    whole = reports(_tokens(torch.arange(_SIZE)), parameters)
-    parts = [reports(_tokens(torch.arange(start, start + 2)), parameters) for start in range(0, _SIZE, 2)]
+    whole, *parts = (reports(_tokens(index), parameters) for index in (_ALL, *_PAIRS))
     for name, values in whole.items():
         if not isinstance(name, str) or not name.isprintable() or not name.strip():
             return f"reports a metric whose name is {name!r}; give a text"
@@ -139,8 +137,7 @@ def _probe_reports(reports: Callable, parameters: Parameters) -> str | None:
 def _probe(loss: Callable, parameters: Parameters) -> str | None:
     """Why the objective is refused, or None: six tokens, together and two by two."""
     try:
-        whole, gradient = _try(loss, parameters, torch.arange(_SIZE))
-        parts = [_try(loss, parameters, torch.arange(start, start + 2)) for start in range(0, _SIZE, 2)]
+        (whole, gradient), *parts = (_try(loss, parameters, index) for index in (_ALL, *_PAIRS))
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         return f"fails on six tokens: {type(error).__name__}: {error}"
     if whole.shape != (_SIZE,) or whole.dtype != torch.float64:
@@ -166,9 +163,8 @@ def _reads_sequences(loss: Callable, reports: Callable, parameters: Parameters) 
     """Whether it fails, or gives something else, where there are no averages over whole sequences."""
 
     def everything(*, averages: bool) -> list[Tensor]:
-        index = torch.arange(_SIZE)
-        own = reports(_tokens(index, averages=averages), parameters)
-        return [*_try(loss, parameters, index, averages=averages), *own.values()]
+        own = reports(_tokens(_ALL, averages=averages), parameters)
+        return [*_try(loss, parameters, _ALL, averages=averages), *own.values()]
 
     try:
         without = everything(averages=False)

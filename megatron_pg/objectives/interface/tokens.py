@@ -46,8 +46,8 @@ class Parameters(SimpleNamespace):
 
 def given_by(name: str) -> str:
     """How a user gives a number."""
-    is_flag = name in (CLIP_EPS_LOW.name, CLIP_EPS_HIGH.name)
-    return f"--pg-{name.replace('_', '-')}" if is_flag else f"the option {name}=… to the objective"
+    flags = {number.name: number.flag for number in (CLIP_EPS_LOW, CLIP_EPS_HIGH)}
+    return flags.get(name) or f"the option {name}=… to the objective"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,17 +1,11 @@
 """What is declared once: numbers with their flags or options, hints for unknown names, functions that are imported when
 asked for."""
 
-import subprocess
-import sys
-from pathlib import Path
-
-import processes
 import pytest
 
-import megatron_pg
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS
-from megatron_pg.declarations.declaration import Number, did_you_mean, load, resolved
+from megatron_pg.declarations.declaration import Number, did_you_mean, resolved
 from megatron_pg.declarations.objectives import OBJECTIVES
 
 LOW = Number(name="low", low=0.0, high=1.0, requirement="between 0 and 1", flag="--pg-my-low")
@@ -43,10 +37,6 @@ def test_every_default_is_a_value_that_the_number_may_have():
     assert [(number.name, value) for number, value in defaults if not number.low <= value <= number.high] == []
 
 
-def test_a_function_is_the_one_at_its_path():
-    assert load("os.path:join") is __import__("os").path.join
-
-
 @pytest.mark.parametrize(
     ("word", "hint"),
     [
@@ -60,12 +50,3 @@ def test_a_function_is_the_one_at_its_path():
 def test_a_close_name_or_another_frameworks_word_is_hinted_at(word, hint):
     names, elsewhere = ["sample_mean", "token_mean"], {"dapo": "prompt_mean or token_mean"}
     assert did_you_mean(word, names, elsewhere) == hint
-
-
-def test_the_declarations_need_no_torch():
-    rooms = [path.stem for path in (Path(megatron_pg.__file__).parent / "declarations").glob("[!_]*.py")]
-    code = (
-        f"import sys, {', '.join(f'megatron_pg.declarations.{room}' for room in rooms)}\nassert 'torch' not in "
-        "sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=processes.PACKAGE)

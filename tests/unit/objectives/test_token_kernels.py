@@ -231,35 +231,28 @@ def test_a_users_token_kernel_is_tried_and_taken(tmp_path, monkeypatch):
 
 
 def test_a_user_needs_no_token_kernel(tmp_path, monkeypatch):
-    assert (
-        load_custom_objective(write_module(tmp_path, monkeypatch, row="None"), clip_eps_high=0.3).token_kernel is None
-    )
+    path = write_module(tmp_path, monkeypatch, row="None")
+    assert load_custom_objective(path, clip_eps_high=0.3).token_kernel is None
+
+
+OF_KERNEL = "has a token kernel "
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"slope": "-helper(r, 1.0 + numbers[0]) * advantage * 1.000001"}, "has a token kernel whose loss is"),
-        ({"slope": "-r * advantage"}, "has a token kernel whose loss is"),
-        (
-            {"more": " + 0.0 * old_logprob / old_logprob"},
-            "has a token kernel that is not finite where all fields are 0",
-        ),
-        ({"slope": "tl.cumsum(r)"}, "has a token kernel that fails on 4096 tokens: AttributeError"),
+        ({"slope": "-helper(r, 1.0 + numbers[0]) * advantage * 1.000001"}, f"{OF_KERNEL}whose loss is"),
+        ({"slope": "-r * advantage"}, f"{OF_KERNEL}whose loss is"),
+        ({"more": " + 0.0 * old_logprob / old_logprob"}, f"{OF_KERNEL}that is not finite where all fields are 0"),
+        ({"slope": "tl.cumsum(r)"}, f"{OF_KERNEL}that fails on 4096 tokens: AttributeError"),
         ({"attribute": "row"}, "has an attribute row, which is called token_kernel since 0.3.0"),
-        (
-            {"row": "mine"},
-            "has a token kernel that is a function, which kernels cannot call; give a function of triton.jit",
-        ),
-        (
-            {"names": "('clip_eps_high', 'knee')"},
-            "has a token kernel that reads knee, which is not given; add the option knee=… to the objective",
-        ),
+        ({"row": "mine"}, f"{OF_KERNEL}that is a function, which kernels cannot call; give a function of triton.jit"),
+        ({"names": "('clip_eps_high', 'knee')"}, f"{OF_KERNEL}that reads knee, which is not given; add the option k"),
         (
             {"names": "()"},
-            "has a token kernel that fails on 4096 tokens: IndexError: .*; token_kernel_numbers names 0 numbers",
+            f"{OF_KERNEL}that fails on 4096 tokens: IndexError: .*; token_kernel_numbers names 0 numbers",
         ),
-        ({"names": "('clip_eps_high',) * 5"}, "has a token kernel of 5 numbers, and kernels pass 4"),
+        ({"names": "('clip_eps_high',) * 5"}, f"{OF_KERNEL}of 5 numbers, and kernels pass 4"),
         (
             {"reads": " + 0.0 * tokens.sequence_log_ratios"},
             "reads averages over whole sequences and has a token kernel",

@@ -113,48 +113,38 @@ def test_megatron_is_left_as_it_was_however_the_run_ends(monkeypatch, error):
     assert [getattr(module, name) for module, name, _ in named] == [original for *_, original in named]
 
 
-def test_the_provider_must_return_what_the_flag_asks_for(session):
+THREE, NOT_ONE = r"expected \(train, valid, test\)\. Return \(training", "as training data, which is not an iterator"
+REFUSED = [  # what the provider returns, --docs-per-step, and what is wrong
+    (itertools.count(), 0, f"a count, {THREE}"),  # not drained
+    (None, 0, f"a NoneType, {THREE}"),
+    ((None, None), 0, f"a tuple, {THREE}"),
+    (object(), 0, f"a object, {THREE}"),
+    (([1, 2], None, None), 0, f"a list {NOT_ONE}"),
+    ((range(3), None, None), 0, f"a range {NOT_ONE}"),
+    (("data", None, None), 0, f"a str {NOT_ONE}"),
+    ((None, None, None), 0, "None for training data, but --train-iters is 5"),
+    ((iter(()), None, None), 8, "a tuple_iterator for training, but --docs-per-step is 8"),
+    ((Documents(begin=lambda position: iter(())), None, None), 0, "Documents, but --docs-per-step is 0"),
+]
+
+
+@pytest.mark.parametrize(("returned", "documents", "wrong"), REFUSED)
+def test_a_provider_that_returns_something_else_is_refused(session, returned, documents, wrong):
+    session.args = Namespace(docs_per_step=documents, train_iters=5, skip_train=False)
+    with pytest.raises(ValueError, match=f"dataset provider returned {wrong}"):
+        session.datasets_provider(lambda num_samples: returned)(None)
+
+
+@pytest.mark.parametrize("train", [iter(()), [iter(())], None])  # a list: one per virtual stage
+def test_training_data_are_iterators_or_none_where_nothing_is_trained(session, train):
     def provider(num_samples, vp_stage=None):
-        return session.returned
+        return train, None, None
 
     provider.is_distributed = True
+    session.args = Namespace(docs_per_step=0, train_iters=5, skip_train=True)
     wrapped = session.datasets_provider(provider)
     assert wrapped.is_distributed  # Megatron asks the function
-    data = iter(())
-    session.returned = data, None, None
-    with pytest.raises(ValueError, match="returned a tuple_iterator for training, but --docs-per-step is 8"):
-        wrapped(None)
-    session.args.docs_per_step = 0
-    assert wrapped(None) == (data, None, None)
-    session.returned = [Documents(begin=lambda position: iter(())), None, None]
-    with pytest.raises(ValueError, match="returned Documents, but --docs-per-step is 0"):
-        wrapped(None)
-
-
-@pytest.mark.parametrize("returned", [itertools.count(), None, (None, None), object()])
-def test_a_provider_that_does_not_return_three_is_refused_before_its_data_are_drained(session, returned):
-    wrapped = session.datasets_provider(lambda num_samples: returned)
-    message = rf"returned a {type(returned).__name__}, expected \(train, valid, test\)\. Return \(training"
-    with pytest.raises(ValueError, match=message):
-        wrapped(None)
-
-
-@pytest.mark.parametrize("train", [[1, 2], range(3), "data"])
-def test_training_data_that_give_no_next_microbatch_are_refused(session, train):
-    session.args = Namespace(docs_per_step=0, train_iters=5, skip_train=False)
-    wrapped = session.datasets_provider(lambda num_samples: (train, None, None))
-    with pytest.raises(ValueError, match=f"a {type(train).__name__} as training data, which is not an iterator"):
-        wrapped(None)
-    assert session.datasets_provider(lambda num_samples: ([iter(())], None, None))(None)  # one per virtual stage
-
-
-def test_a_provider_without_training_data_is_refused_unless_nothing_is_to_be_trained(session):
-    session.args = Namespace(docs_per_step=0, train_iters=5, skip_train=False)
-    wrapped = session.datasets_provider(lambda num_samples: (None, None, None))
-    with pytest.raises(ValueError, match="None for training data, but --train-iters is 5"):
-        wrapped(None)
-    session.args.skip_train = True
-    assert wrapped(None) == (None, None, None)
+    assert wrapped(None) == (train, None, None)
 
 
 def told(build: Callable[[int], object]) -> dict[int, Exception]:
@@ -239,9 +229,7 @@ def test_megatrons_own_order_is_taken_and_a_forward_step_is_refused():
     provider.is_distributed = True
     with pytest.raises(ValueError, match="forward_step_func has no effect here"):
         run.pretrain(provider, provider, 1, provider, args_defaults={})
-    with pytest.raises(
-        ValueError, match="process_non_loss_data_func without non_loss_data_func makes Megatron run a forward"
-    ):
+    with pytest.raises(ValueError, match="process_non_loss_data_func without non_loss_data_func makes Megatron run"):
         run.pretrain(provider, provider, 1, process_non_loss_data_func=provider)
     del provider.is_distributed
     with pytest.raises(ValueError, match="the dataset provider is not marked as distributed"):

@@ -1,5 +1,6 @@
 """Corrections for the mismatch of trainer and rollout engine, what they reject, and what denominators then count."""
 
+import contextlib
 import dataclasses
 import math
 import random
@@ -188,33 +189,38 @@ def test_an_anchor_that_is_the_rollout_engine_is_refused():
     factors("tis", 0.0, 2.0, sample([0.0] * 99, anchor=0.0))  # certain tokens under both
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"correction": Correction(name="tis", low=0.0, high=2.0)},
-            "sample s has no rollout_logprobs, which --pg-corr",
-        ),
-        (
-            {"correction": Correction(name="opsm", high=0.1)},
-            "sample s has no rollout_logprobs, which --pg-correction opsm needs",
-        ),
-        (
-            {"terms": dataclasses.replace(simulation.GRPO, further=kl_and_entropy(kl_coef=0.1, kl_estimator="k3"))},
-            "sample s has no ref_logprobs, which --pg-kl-coef 0.1 needs",
-        ),
-    ],
-)
-def test_a_field_that_the_batch_lacks_is_a_named_error_before_the_step(settings, message):
-    lacking = make_sample(prompt_length=1, mask=[1, 1], rng=random.Random(0), sample_id="s")
-    batch = pack([lacking], qkv_format="thd")
-    with pytest.raises(ValueError, match=message):
-        token_factors(batch, simulation.settings("sample_mean", per_token=False, **settings))
+BY_KL = dataclasses.replace(simulation.GRPO, further=kl_and_entropy(kl_coef=0.1, kl_estimator="k3"))
+LACKING = {  # the field, and what needs it
+    "--pg-correction tis": ("rollout_logprobs", {"correction": Correction(name="tis", low=0.0, high=2.0)}),
+    "--pg-correction opsm": ("rollout_logprobs", {"correction": Correction(name="opsm", high=0.1)}),
+    "--pg-kl-coef 0.1": ("ref_logprobs", {"terms": BY_KL}),
+}
+
+
+def factors_of(settings: dict, mask: list[int], **changes) -> None:
+    """The factors of a batch of one sample."""
+    sample = make_sample(prompt_length=1, mask=mask, rng=random.Random(0), sample_id="s")
+    batch = pack([dataclasses.replace(sample, **changes)], qkv_format="thd")
+    token_factors(batch, simulation.settings("sample_mean", per_token=False, **settings))
+
+
+@pytest.mark.parametrize("reader", LACKING)
+def test_a_field_that_the_batch_lacks_is_a_named_error_before_the_step(reader):
+    field, settings = LACKING[reader]
+    with pytest.raises(ValueError, match=f"sample s has no {field}, which {reader} needs"):
+        factors_of(settings, [1, 1])
+
+
+def refused_with(message: str | None):
+    return contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message)
+
+
+UNEVEN = "weighs the tokens of sample s unevenly"
 
 
 @pytest.mark.parametrize(
     ("name", "difference", "refused"),
-    [("gspo", 1.0, True), ("gspo", 1e-4, True), ("gspo", 2e-7, False), ("gspo_token", 1.0, False)],
+    [("gspo", 1.0, UNEVEN), ("gspo", 1e-4, UNEVEN), ("gspo", 2e-7, None), ("gspo_token", 1.0, None)],
 )
 def test_a_reducer_that_weighs_a_sequence_unevenly_is_refused_under_gspo(name, difference, refused):
     """By more than float32 rounds, in which a reducer may compute."""
@@ -222,38 +228,23 @@ def test_a_reducer_that_weighs_a_sequence_unevenly_is_refused_under_gspo(name, d
     def uneven(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
         return lambda x: (x * torch.tensor([1.0, 1.0 + difference], dtype=torch.float64)).sum()
 
-    batch = pack([make_sample(prompt_length=1, mask=[1, 1], rng=random.Random(0), sample_id="s")], qkv_format="thd")
     terms = dataclasses.replace(simulation.GRPO, objective=build(name))
-    settings = simulation.settings("sample_mean", per_token=False, reducer=uneven, terms=terms)
-    if refused:
-        with pytest.raises(ValueError, match="weighs the tokens of sample s unevenly"):
-            token_factors(batch, settings)
-    else:
-        token_factors(batch, settings)
+    with refused_with(refused):
+        factors_of({"reducer": uneven, "terms": terms}, [1, 1])
 
 
 @pytest.mark.parametrize(
     ("name", "advantages", "refused"),
     [
-        ("gmpo", [0.5, 0.5, math.nan], False),  # the third token is not trained
-        ("gmpo", [0.5, 0.500001, 0.5], True),
-        ("gspo", [0.5, -0.5, 0.5], False),
+        ("gmpo", [0.5, 0.5, math.nan], None),  # the third token is not trained
+        ("gmpo", [0.5, 0.500001, 0.5], "the advantages of sample s go from 0.5 to 0.500001 in one sample, and gmpo"),
+        ("gspo", [0.5, -0.5, 0.5], None),
     ],
 )
 def test_advantages_that_differ_in_a_sample_are_refused_under_gmpo(name, advantages, refused):
-    sample = make_sample(prompt_length=1, mask=[1, 1, 0], rng=random.Random(0), sample_id="s")
-    sample = dataclasses.replace(sample, advantages=torch.tensor(advantages, dtype=torch.float64))
-    batch = pack([sample], qkv_format="thd")
-    settings = simulation.settings(
-        "sample_mean", per_token=False, terms=dataclasses.replace(simulation.GRPO, objective=build(name))
-    )
-    if refused:
-        with pytest.raises(
-            ValueError, match=r"the advantages of sample s go from 0.5 to 0.500001 in one sample, and gmpo"
-        ):
-            token_factors(batch, settings)
-    else:
-        token_factors(batch, settings)
+    terms = dataclasses.replace(simulation.GRPO, objective=build(name))
+    with refused_with(refused):
+        factors_of({"terms": terms}, [1, 1, 0], advantages=torch.tensor(advantages, dtype=torch.float64))
 
 
 # --- denominators ---
