@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_pg.rollouts.payloads.base import Layout, Payload, Rows, Tokens, first_trained, integers, is_plain
+from megatron_pg.rollouts.payloads.base import Layout, Payload, Rows, first_trained, integers, is_plain
 
 MOST_IDS = 512  # of a token
 ABSENT = -1  # fills the row of a token that has fewer ids than another
@@ -66,7 +66,7 @@ class TopKTokens(Payload[TokenSets]):
             raise TypeError
         return TokenSets(ids=torch.from_numpy(integers(ids)), logprobs=torch.from_numpy(logprobs.astype(np.float32)))
 
-    def check(self, record: Any, sample: Tokens) -> None:
+    def check(self, record: Any, sample: Any) -> None:
         """Raise ValueError for other shapes or dtypes, and for a trained token with wrong ids or log-probabilities."""
         label = f"{self.name} of sample {sample.sample_id}"
         is_sets = isinstance(record, TokenSets) and is_plain(record.ids, 2, torch.int32)
