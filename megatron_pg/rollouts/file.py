@@ -12,17 +12,7 @@ from torch import Tensor
 
 from megatron_pg.rollouts import lines
 from megatron_pg.rollouts.fields import FIELDS, OLD_NAMES, POLICY, REQUIRED, REQUIRED_OF_ALL, REQUIRED_OF_CRITICS
-from megatron_pg.rollouts.lines import (
-    FORMAT,
-    VERSIONS,
-    RolloutFileError,
-    RolloutWriteError,
-    append_whole,
-    check_header,
-    parse_line,
-    raw_lines,
-    read_records,
-)
+from megatron_pg.rollouts.lines import FORMAT, VERSIONS, RolloutFileError, RolloutWriteError
 from megatron_pg.rollouts.payloads import PAYLOADS
 from megatron_pg.rollouts.printable import printable, reason_of, shorten, show_path
 from megatron_pg.rollouts.sample import Sample
@@ -47,7 +37,7 @@ def iterate_rollouts(path: str | Path, *, update: Callable[[int], None] | None =
     """
     path, is_empty = Path(path), True
     shown = show_path(path)
-    for number, record in read_records(path, update=update):
+    for number, record in lines.read_records(path, update=update):
         try:
             sample = sample_of(record, f"{path.name}:{number}")
         except ValueError as error:
@@ -113,12 +103,12 @@ class RolloutWriter:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _put(self, lines: Sequence[bytes]) -> None:
+    def _put(self, records: Sequence[bytes]) -> None:
         try:
-            append_whole(self._file, b"".join(lines))
+            lines.append_whole(self._file, b"".join(records))
         except OSError as error:
             raise RolloutWriteError(
-                f"{show_path(self._file.name)}: cannot be written ({error.strerror}), so none of these {len(lines)} "
+                f"{show_path(self._file.name)}: cannot be written ({error.strerror}), so none of these {len(records)} "
                 "lines is in it; the earlier ones are. Make room."
             ) from error
 
@@ -154,7 +144,7 @@ def _check_appendable(path: Path, if_exists: str) -> int:
             f"{shown}: exists already and is kept. Give another path, or RolloutWriter(…, if_exists='append') or "
             "'replace'."
         )
-    version = check_header(parse_line(next(raw_lines(path)), f"{shown}:1"), shown)
+    version = lines.check_header(lines.parse_line(next(lines.raw_lines(path)), f"{shown}:1"), shown)
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         if file.read() != b"\n":

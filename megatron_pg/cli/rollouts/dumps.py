@@ -102,6 +102,7 @@ def _slime_row(sample: Any, step: int, where: str, reward_key: str | None) -> Ro
     length = _integer(sample, "response_length", where)
     if mask is None or removed:
         mask = _constant_mask(0 if removed else 1, length, tokens)
+    kept = {name: _plain_list(sample.get(f"rollout_top_p_token_{name}"), where) for name in ("ids", "offsets")}
     fields = {
         "step": step,
         "prompt_id": prompt_id,
@@ -113,18 +114,11 @@ def _slime_row(sample: Any, step: int, where: str, reward_key: str | None) -> Ro
         "rollout_logprobs": _plain_list(sample.get("rollout_log_probs"), where),
         "teacher_logprobs": _plain_list(sample.get("teacher_log_probs"), where),
         "routed_experts": _nested_list(sample.get("rollout_routed_experts"), where),
-        "sampling_mask": _slime_sampling_mask(sample, where),
+        "sampling_mask": None if all(values is None for values in kept.values()) else kept,
         "x_status": status if isinstance(status, str) else shorten(status),
         "x_index": index,
     }
     return Row(where, fields)
-
-
-def _slime_sampling_mask(sample: Mapping, where: str) -> dict[str, Any] | None:
-    """The tokens that the engine kept under top-p, as concatenated ids and offsets; None if they were not recorded."""
-    columns = {"ids": "rollout_top_p_token_ids", "offsets": "rollout_top_p_token_offsets"}
-    kept = {name: _plain_list(sample.get(column), where) for name, column in columns.items()}
-    return None if all(values is None for values in kept.values()) else kept
 
 
 def _reward(reward: Any, where: str, key: str | None) -> Any:

@@ -23,8 +23,8 @@ def test_only_what_cannot_be_shown_is_escaped(text, shown):
     assert printable(text) == shown
 
 
-def test_no_character_gets_through_that_a_line_cannot_hold():
-    for code in range(sys.maxunicode + 1):
+def test_no_character_gets_through_that_a_line_cannot_hold(full):
+    for code in range(0, sys.maxunicode + 1, 1 if full else 31):
         shown = printable(chr(code))
         assert shown.isprintable()
         assert shown == chr(code) or shown.isascii()
