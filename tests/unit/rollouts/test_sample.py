@@ -384,14 +384,20 @@ def test_an_older_version_lacks_a_field(file, tmp_path, fields, version):
         RolloutWriter(tmp_path / "other.jsonl", version=4)
 
 
-def test_version_2_has_the_names_of_its_time(file):
-    record = {"stream" if name == "term" else name: value for name, value in SUPERVISED.items()}
-    (sample,) = read_rollouts(file(HEADER | {"version": 2}, record))
-    assert sample.term == "sft"
-    with pytest.raises(RolloutFileError, match="unknown field 'stream'"):
-        read_rollouts(file(HEADER | {"version": 3}, RECORD | {"stream": "sft"}))
-    with pytest.raises(RolloutFileError, match="field 'term' is of version 3 and the header says 2"):
-        read_rollouts(file(HEADER | {"version": 2}, SUPERVISED))
+@pytest.mark.parametrize(
+    ("old", "new", "value"),
+    [("stream", "term", "sft"), ("support", "sampling_mask", {"ids": [7, 3, 8], "offsets": [0, 2, 3]})],
+)
+def test_version_2_has_the_names_of_its_time(file, old, new, value):
+    def read(version: int, name: str) -> object:
+        (sample,) = read_rollouts(file(HEADER | {"version": version}, RECORD | {name: value}))
+        return sample.sampling_mask.lists() if new == "sampling_mask" else sample.term
+
+    assert read(2, old) == read(3, new) == value
+    with pytest.raises(RolloutFileError, match=rf"unknown field '{old}'; did you mean {new}\?"):
+        read(3, old)
+    with pytest.raises(RolloutFileError, match=f"field '{new}' is of version 3 and the header says 2"):
+        read(2, new)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "array"])
