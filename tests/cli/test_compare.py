@@ -235,10 +235,10 @@ def test_bad_options_are_refused_before_anything_is_read(words, tmp_path, cli, m
 def test_the_picture_is_drawn_and_replaced_only_when_asked(tmp_path, cli):
     pytest.importorskip("matplotlib")
     path, picture = write(tmp_path / "r.jsonl", random_records(random.Random(0))), tmp_path / "out.png"
-    cli.done("compare", path, "--output", picture)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    cli.refused("compare", path, "--output", picture)
+    picture.write_text("mine")
+    assert "already exists" in cli.refused("compare", path, "--output", picture)
     cli.done("compare", path, "--overwrite --output", picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.png", "r.jsonl"]
 
 

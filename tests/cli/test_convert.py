@@ -259,15 +259,6 @@ def test_a_saved_value_of_another_shape_is_refused(value, tmp_path, refused):
     assert "Check --format." in refused(f"--format slime {CHOICES}", tmp_path / "dump.pt")
 
 
-def test_one_dump_given_twice_or_units_in_two_steps_are_refused(save, convert, refused):
-    first, second = save(name="1.pt", rollout_id=1), save(name="2.pt", rollout_id=2)
-    message = refused(f"--format slime {CHOICES}", first, second)
-    assert "2.pt: sample 0: prompt_id 0 is also in step 1" in message
-    later = [s | {"group_index": s["group_index"] + 9, "index": s["index"] + 9, "rollout_id": None} for s in SLIME]
-    samples = convert(f"--format slime {CHOICES}", first, save(later, "2.pt", rollout_id=2)).samples
-    assert {s.step for s in samples} == {1, 2}
-
-
 # --- NeMo-RL ---
 
 NEMO_NAME = "train_data_step7.jsonl"
@@ -386,7 +377,6 @@ BAD_VERL = {
     "texts only": (VERL, "--advantage reward", TEXTS_ONLY),
     "a column that is not there": (VERL, f"{OTHER_TOKENS} --advantage reward", NO_TOKENS),
     "no advantages": (VERL, COLUMNS, "missing advantage. Unused columns: input, output, gts. Give --column"),
-    "one rollout a prompt": ([verl_row(0, "a")], f"{COLUMNS} --advantage group_norm", "has one rollout"),
     "a list for an id": (VERL, f"{REWARDED} --column=prompt_id=ids", "prompt_id is [1, 2, 3, 4], not an"),
     "an unknown field": (VERL, "--column=token=ids", "--column token=ids is not FIELD=NAME"),
     "a field twice": (VERL, f"{COLUMNS} --column=tokens=n", "--column names tokens twice"),

@@ -1,7 +1,6 @@
 """`megatron-pg plot`: curves of metrics files, whole or still being written, and what it refuses."""
 
 import os
-import sys
 
 import pytest
 
@@ -70,13 +69,6 @@ def test_a_picture(make_run, tmp_path, cli):
         assert (tmp_path / f"curves{suffix}").read_bytes().startswith(magic)
     assert "already exists" in cli.refused("plot", *paths, "--output", tmp_path / "curves.png")
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
-
-
-def test_without_matplotlib_the_table_is_there_and_a_picture_is_refused(make_run, tmp_path, cli, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    path = make_run("a", losses(1.0))
-    cli.done("plot", path)
-    assert "pip install matplotlib" in cli.refused("plot", path, "--output", tmp_path / "a.png")
 
 
 BAD_FILES = {

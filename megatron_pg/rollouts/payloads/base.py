@@ -78,9 +78,10 @@ class Payload(ABC, Generic[Record]):
     def to_json(self, record: Record) -> Any:
         """The record as the rollout file contains it."""
 
-    @abstractmethod
-    def tensors(self, record: Record) -> tuple[Tensor, ...]:
-        """Everything in the record, for digests."""
+    def tensors(self, record: Any) -> list[Tensor]:
+        """The bytes of everything in the record, for digests."""
+        parts = [record] if isinstance(record, Tensor) else [getattr(record, field.name) for field in fields(record)]
+        return [part.contiguous().view(torch.uint8) for part in parts]  # numpy has no bfloat16
 
     def rows(self, records: Sequence[Record | None], layout: Layout, is_read: Tensor) -> Rows | None:
         """The payload at the rows of a rank.

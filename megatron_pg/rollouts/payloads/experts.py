@@ -48,7 +48,3 @@ class RoutedExperts(Payload[Tensor]):
     def to_json(self, record: Tensor) -> list:
         """A list per token of lists per layer."""
         return record.tolist()
-
-    def tensors(self, record: Tensor) -> tuple[Tensor, ...]:
-        """The numbers."""
-        return (record,)

@@ -75,10 +75,6 @@ class HiddenStates(Payload[Tensor]):
         content = base64.b64encode(bits.astype(bits.dtype.newbyteorder("<")).tobytes())
         return {"width": record.shape[1], name: content.decode("ascii")}
 
-    def tensors(self, record: Tensor) -> tuple[Tensor, ...]:
-        """The states' bytes: numpy has no bfloat16."""
-        return (record.contiguous().view(torch.uint8),)
-
     def rows(self, records: Sequence[Tensor | None], layout: Layout, is_read: Tensor) -> TeacherStates:
         """The states of the rows at which a term reads them; all states are as large as the activations."""
         numbers, start = layout.here(torch.arange(sum(layout.lengths)))[is_read], 0

@@ -125,10 +125,6 @@ class SampledTokens(Payload[RecordedMask]):
         """Ids and offsets."""
         return record.lists()
 
-    def tensors(self, record: RecordedMask) -> tuple[Tensor, ...]:
-        """Ids and offsets."""
-        return record.ids, record.offsets
-
     def rows(self, records: Sequence[RecordedMask | None], layout: Layout, is_read: Tensor) -> SamplingMask | None:
         """Rows at which no term reads it have the whole vocabulary; None if all rows do."""
         if all(record is None for record in records):

@@ -104,10 +104,6 @@ class TopKTokens(Payload[TokenSets]):
         logprobs = torch.where(torch.isfinite(record.logprobs), record.logprobs, 0.0)
         return TokenSets(ids=record.ids, logprobs=logprobs).lists()
 
-    def tensors(self, record: TokenSets) -> tuple[Tensor, ...]:
-        """Ids and log-probabilities."""
-        return record.ids, record.logprobs
-
     def rows(self, records: Sequence[TokenSets | None], layout: Layout, is_read: Tensor) -> TopK:
         """As wide as the widest record; no ids where a sample has none."""
         width = max((record.ids.shape[1] for record in records if record is not None), default=0) or 1
