@@ -38,10 +38,8 @@ class Row(NamedTuple):
 class Comparison(NamedTuple):
     """The file under one aggregation."""
 
-    loss: float | None  # mean over the steps of Σ w·(-A); None if its scale is not given
+    facts: dict[str, float | None]  # what is printed; loss and gradient mass are None if their scale is not given
     masses: list[float]  # Σ w·|A| of each sample
-    ess: float  # (Σ w)² / (T·Σ w²), mean over the steps
-    heaviest: float  # T·max w / Σ w, largest of the steps
 
 
 _MODES = tuple(name for name in AGGREGATIONS if not is_by_turn(name))
@@ -154,7 +152,13 @@ def _compare_one(
         for i, w in zip(indices, weights, strict=True):
             masses[i] = w * rows[i].magnitude
     has_scale = mode != "constant" or divisor is not None
-    return Comparison(fmean(losses) if has_scale else None, masses, fmean(ess), max(heaviest))
+    facts = {
+        "loss": fmean(losses) if has_scale else None,  # mean over the steps of Σ w·(-A)
+        "gradient_mass": math.fsum(masses) if has_scale else None,
+        "aggregation_ess": fmean(ess),  # mean over the steps of (Σ w)² / (T·Σ w²)
+        "heaviest_token": max(heaviest),  # T·max w / Σ w
+    }
+    return Comparison(facts, masses)
 
 
 def _weights(rows: Sequence[Row], mode: str, divisor: float | None, where: str) -> list[float]:
@@ -242,13 +246,7 @@ def _document(
         "trained_tokens": sum(row.trained for row in rows),
         "divisor": options.divisor,
         "aggregations": {
-            mode: {
-                "loss": comparison.loss,
-                "gradient_mass": math.fsum(comparison.masses) if comparison.loss is not None else None,
-                "aggregation_ess": comparison.ess,
-                "heaviest_token": comparison.heaviest,
-                "effective_prompts": _effective([unit["share"][mode] for unit in prompts]),
-            }
+            mode: comparison.facts | {"effective_prompts": _effective([unit["share"][mode] for unit in prompts])}
             for mode, comparison in comparisons.items()
         },
         "by_length": lengths,

@@ -124,14 +124,12 @@ class TopKTokens(Payload[TokenSets]):
 
 def _table(rows: Any, filling: int) -> np.ndarray:
     """[R, K] from rows of any lengths, filled up."""
-    if isinstance(rows, (Tensor, np.ndarray)):
-        if isinstance(rows, Tensor):  # numpy has no bfloat16
-            rows = rows.detach().cpu()
-            rows = rows.float() if rows.dtype.is_floating_point else rows
-        array = np.asarray(rows)
-        if array.ndim != 2:
+    if isinstance(rows, Tensor):  # numpy has no bfloat16
+        rows = (rows.float() if rows.dtype.is_floating_point else rows).detach().cpu().numpy()
+    if isinstance(rows, np.ndarray):
+        if rows.ndim != 2:
             raise TypeError
-        return array
+        return rows
     width = max(map(len, rows), default=0)
     filled = [[*row, *[filling] * (width - len(row))] for row in rows]
     kinds = {type(value) for row in rows for value in row}
