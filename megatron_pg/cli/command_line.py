@@ -17,7 +17,7 @@ _PYTHON = re.compile(r"python[\d.]*|uv")
 _OURS = re.compile(r"--(pg-|loss-aggregation|custom-pg-)")
 _BEFORE = re.compile(r"\++$|[A-Za-z_]\w*=")  # what `set -x` prints before a command, and assignments
 _MOST_LINES = 20  # named in a message
-_MOST_BYTES = 2**24
+_MOST_BYTES = 2**24  # of the text
 _PIECE = re.compile(
     r"""
       (?P<blank>[ \t\r]+|\\\r?(?:\n|\Z))

@@ -87,7 +87,7 @@ def written_whole(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
 
 
 def check_output(path: str | Path, *, overwrite: bool) -> None:
-    """Refuse an output path that exists or that cannot be written, before any work is done."""
+    """Refuse an output path that may not or cannot be written, before any work is done."""
     path = Path(path)
     try:
         path.lstat()
