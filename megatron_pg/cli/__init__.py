@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron_pg import __version__
 from megatron_pg.cli.terminal import InputError, OutputError, output_taken
 from megatron_pg.rollouts.lines import RolloutFileError
-from megatron_pg.rollouts.printable import printable
+from megatron_pg.rollouts.printable import printable, reason_of
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -78,23 +78,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             with output_taken():
                 sys.stdout.flush()
     except (InputError, RolloutFileError) as error:
-        sys.stderr.write(f"{command}: {printable(str(error), limit=None)}\n")
-        return 2
+        message = str(error)
     except OutputError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the output that is not flushed yet
         reason = error.__cause__
         if isinstance(reason, BrokenPipeError):  # the reader of our output has exited
             return 128 + signal.SIGPIPE
-        why = getattr(reason, "strerror", None) or reason
-        sys.stderr.write(f"{command}: standard output cannot be written ({why}) and is incomplete. Free disk space.\n")
-        return 2
+        message = f"standard output cannot be written ({reason_of(reason)}) and is incomplete. Free disk space."
     except OSError as error:  # about a path that no check has read before, or from the system
         where = "the system" if error.filename is None else os.fsdecode(error.filename)
-        why = printable(f"{where}: {error.strerror or error}", limit=None)
-        sys.stderr.write(f"{command}: {why}. Give another path, or free disk space.\n")
-        return 2
+        message = f"{where}: {reason_of(error)}. Give another path, or free disk space."
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    sys.stderr.write(f"{command}: {printable(message, limit=None)}\n")
+    return 2
 
 
 def _run(argv: list[str], name: str | None) -> int:

@@ -4,10 +4,11 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from os.path import basename
 
-from megatron_pg.cli.terminal import InputError, decoded, opened, show_path
+from megatron_pg.cli.terminal import InputError, opened, show_path
 from megatron_pg.flags.banner import COMMAND_LINE
 from megatron_pg.rollouts.printable import printable
 
@@ -16,6 +17,7 @@ _PYTHON = re.compile(r"python[\d.]*|uv")
 _OURS = re.compile(r"--(pg-|loss-aggregation|custom-pg-)")
 _BEFORE = re.compile(r"\++$|[A-Za-z_]\w*=")  # what `set -x` prints before a command, and assignments
 _MOST_LINES = 20  # named in a message
+_MOST_BYTES = 2**24  # of the text
 _PIECE = re.compile(
     r"""
       (?P<blank>[ \t\r]+|\\\r?(?:\n|\Z))
@@ -76,20 +78,14 @@ class CommandLine:
 
 
 def read_command_line(path: str) -> CommandLine:
-    """The one command line of the job in file `path`, or in standard input if `path` is `-`.
-
-    Raises:
-        InputError: the text cannot be read, has no or several command lines, or a shell has not expanded the line.
-    """
-    name = "standard input" if path == "-" else show_path(path)
-    if path != "-":
-        with opened(path) as file:
-            text = decoded(file, name)
-    elif sys.stdin is None:
+    """The one command line of the job in file `path`, or in standard input if `path` is `-`."""
+    if path == "-" and sys.stdin is None:
         raise InputError("standard input: is closed. Give a file, or pipe the command line in.")
-    else:
-        text = decoded(sys.stdin.buffer, name)
+    name = "standard input" if path == "-" else show_path(path)
+    with nullcontext(sys.stdin.buffer) if path == "-" else opened(path) as file:
+        content = file.read(_MOST_BYTES + 1)
     try:
+        text = _decoded(content)
         command = _choose(list(_printed_by_dry_run(text)) or list(_commands(text)))
         if command.unexpanded:
             raise InputError(
@@ -99,6 +95,15 @@ def read_command_line(path: str) -> CommandLine:
         raise InputError(f"{name}: {error}") from error
     launcher_words, words = _split(command.words)
     return CommandLine(f"{name}, line {command.line}", launcher_words, words)
+
+
+def _decoded(content: bytes) -> str:
+    if len(content) > _MOST_BYTES:
+        raise InputError(f"is larger than {_MOST_BYTES} bytes. Keep only the command line of the job.")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"is not UTF-8 text (byte {error.start}). Give another file.") from error
 
 
 def _printed_by_dry_run(text: str) -> Iterator[Command]:

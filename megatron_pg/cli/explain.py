@@ -48,7 +48,12 @@ def factor_rows(args: argparse.Namespace, layout: Layout) -> Rows:
     rows = [
         ("N_r", _rollouts_text(args, layout)),
         ("K", _microbatches_text(args, layout)),
-        ("D, C", _ranks_text(layout)),
+        (
+            "D, C",
+            "data-parallel and context-parallel ranks; D is unknown, --world-size gives it"
+            if layout.data is None
+            else f"{layout.data} data-parallel and {layout.context} context-parallel ranks of {layout.world}",
+        ),
         *_denominator_rows(args, layout),
     ]
     divisor, micro, data, context = args.pg_grad_divisor, layout.microbatches, layout.data, layout.context
@@ -119,12 +124,6 @@ def _microbatches_text(args: argparse.Namespace, layout: Layout) -> str:
     return f"{count}{batch} / ({micro}·{data}) micro-batches"
 
 
-def _ranks_text(layout: Layout) -> str:
-    if layout.data is None:
-        return "data-parallel and context-parallel ranks; D is unknown, --world-size gives it"
-    return f"{layout.data} data-parallel and {layout.context} context-parallel ranks of {layout.world}"
-
-
 def _rollouts_text(args: argparse.Namespace, layout: Layout) -> str:
     counted = DENOMINATORS[args.pg_denominator][0]
     if layout.batch is None:
@@ -183,9 +182,11 @@ def _assumption(args: argparse.Namespace) -> str:
 
 
 def _origin(launch: Launch, remarks: tuple[str, ...]) -> Rows:
+    ours = [name for name, default in default_arguments().items() if vars(launch.args)[name] != default]
+    canonical = shlex.join(word for flag in _flags(launch.args, ours) for word in flag)
     return [
         ("arguments", launch.source),
-        ("flags", _canonical_line(launch.args) or "none; every flag has its default"),
+        ("flags", canonical or "none; every flag has its default"),
         ("elsewhere", _elsewhere(launch.args)),
         *(("note", text) for text in remarks),
         ("given", _as_flags(launch.args, launch.given) or "nothing that is read here"),
@@ -198,12 +199,6 @@ def _elsewhere(args: argparse.Namespace) -> str:
     if args.custom_pg_loss_reducer_function_path is not None:
         return "slime, miles: the same flag and the same function; verl, TRL, NeMo-RL: no such flag"
     return AGGREGATIONS[args.loss_aggregation].elsewhere
-
-
-def _canonical_line(args: argparse.Namespace) -> str:
-    """The flags of megatron_pg that describe this loss, without those that have their default."""
-    names = [name for name, default in default_arguments().items() if vars(args)[name] != default]
-    return shlex.join(word for flag in _flags(args, names) for word in flag)
 
 
 def _as_flags(args: argparse.Namespace, names: Sequence[str]) -> str:

@@ -82,11 +82,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_launch(options: argparse.Namespace) -> Launch:
-    """The job that a subcommand's words describe: flags, or the command line in a file, or both.
-
-    Raises:
-        InputError: a flag is misspelled or malformed, or the file has no usable command line.
-    """
+    """The job that a subcommand's words describe: flags, or the command line in a file, or both."""
     words = [word for word in options.words if word != "--"]
     if options.world_size is not None and not 0 < options.world_size < 2**31:
         raise InputError(f"--world-size {shorten(options.world_size)} is not a number of ranks. Give 1 or more.")
@@ -112,11 +108,7 @@ def read_launch(options: argparse.Namespace) -> Launch:
 
 
 def layout_of(launch: Launch) -> Layout:
-    """The sizes, from the flags and the world size.
-
-    Raises:
-        InputError: a size is below 1, or the sizes do not divide each other.
-    """
+    """The sizes, from the flags and the world size; each at least 1, and divisible as Megatron needs it."""
     sizes = {name: value for name, value in vars(launch.args).items() if value is not None}
     for name in sizes.keys() & {*MODEL_SIZES, "micro_batch_size", "global_batch_size"}:
         if sizes[name] < 1:

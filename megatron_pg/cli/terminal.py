@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megatron_pg.rollouts.lines import RolloutWriteError
-from megatron_pg.rollouts.printable import printable
+from megatron_pg.rollouts.printable import printable, reason_of, show_path
 
 DELAY = 2.0  # seconds before the first line of progress
 PERIOD = 1.0  # seconds between two lines on a terminal
@@ -41,20 +41,11 @@ def show_json(value: object) -> None:
 
 @contextmanager
 def output_taken() -> Iterator[None]:
-    """Mark a system error in the block as one of standard output.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Turn a system error in the block into an `OutputError`: standard output cannot be written."""
     try:
         yield
     except OSError as error:
         raise OutputError from error
-
-
-def show_path(path: str | Path) -> str:
-    """A path with control characters escaped, for messages."""
-    return printable(str(path), limit=None)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -67,43 +58,19 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[BinaryIO]:
-    """Open a file to read.
-
-    Raises:
-        InputError: it cannot be opened, or the block cannot read it.
-    """
+    """Open a file to read; an `InputError` names the file if it cannot be opened, or if the block cannot read it."""
     try:
         with open(path, "rb") as file:
             yield file
     except InputError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{show_path(path)}: cannot be read ({reason}). Give an existing file.") from error
-
-
-def decoded(file: BinaryIO, name: str, *, limit: int = 16 * 2**20) -> str:
-    """The UTF-8 text of an open file of at most `limit` bytes.
-
-    Raises:
-        InputError: it is larger, or is not UTF-8.
-    """
-    content = file.read(limit + 1)
-    if len(content) > limit:
-        raise InputError(f"{name}: is larger than {limit} bytes. Keep only the command line of the job.")
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{name}: is not UTF-8 text (byte {error.start}). Give another file.") from error
+        raise InputError(f"{show_path(path)}: cannot be read ({reason_of(error)}). Give an existing file.") from error
 
 
 @contextmanager
 def written_whole(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A scratch path next to `path`, renamed to `path` if the block succeeds and removed if it fails.
-
-    Raises:
-        InputError: `path` exists and may not be overwritten, or its folder does not exist or cannot be written to.
-    """
+    """A scratch path next to `path`, renamed to `path` if the block succeeds and removed if it fails."""
     path = Path(path)
     check_output(path, overwrite=overwrite)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -111,8 +78,7 @@ def written_whole(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
         yield scratch
         os.replace(scratch, path)
     except (OSError, RolloutWriteError) as error:
-        reason = error if isinstance(error, OSError) else error.__cause__
-        why = getattr(reason, "strerror", None) or reason
+        why = reason_of(error if isinstance(error, OSError) else error.__cause__)
         raise InputError(
             f"{show_path(path)}: cannot be written ({why}). Free disk space, or give another path."
         ) from error
@@ -121,19 +87,14 @@ def written_whole(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
 
 
 def check_output(path: str | Path, *, overwrite: bool) -> None:
-    """Refuse an output path before any work is done.
-
-    Raises:
-        InputError: as `written_whole`.
-    """
+    """Refuse an output path that may not or cannot be written, before any work is done."""
     path = Path(path)
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:  # too long, not reachable, or not a valid name
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{show_path(path)}: cannot be written ({reason}). Give another path.") from error
+        raise InputError(f"{show_path(path)}: cannot be written ({reason_of(error)}). Give another path.") from error
     if not path.parent.is_dir():
         raise InputError(f"{show_path(path)}: its folder does not exist. Create it first.")
     if path.exists() and not path.is_file():

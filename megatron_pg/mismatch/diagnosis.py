@@ -41,10 +41,9 @@ class Diagnosis:
 
     def document(self) -> dict[str, Any]:
         """As a JSON object."""
-        shown = [asdict(test) | {"title": CAUSES[test.cause].title} for test in self.tests]
-        advice = {test.cause: CAUSES[test.cause].advice for test in self.found}
-        findings = [test | {"advice": advice[test["cause"]]} for test in shown if test["cause"] in advice]
-        return {"verdict": self.verdict, "summary": self.summary, "findings": findings, "tests": shown}
+        tests = {test.cause: asdict(test) | {"title": CAUSES[test.cause].title} for test in self.tests}
+        findings = [tests[test.cause] | {"advice": CAUSES[test.cause].advice} for test in self.found]
+        return {"verdict": self.verdict, "summary": self.summary, "findings": findings, "tests": list(tests.values())}
 
 
 @dataclass

@@ -26,13 +26,12 @@ def _ratios(d: Floats, most: float = _LARGEST) -> Floats:
 # --- missing mass ---
 
 
-def missing_mass(gap: Gap, level: float) -> tuple[Answer, Answer]:
+def missing_mass(gap: Gap, level: float) -> list[Answer]:
     """1 - E[e^d] above 0: the engine draws from fewer columns than the trainer counts; tests of truncation and
     padding."""
     d, seen = gap.difference, gap.observation
     if len(np.unique(seen)) < FEWEST:
-        why = f"fewer than {FEWEST} documents"
-        return cannot_tell("truncation", why), cannot_tell("padding", why)
+        return [cannot_tell(cause, f"fewer than {FEWEST} documents") for cause in ("truncation", "padding")]
     sided = _one_sided(d)
     forward, backward = _missing(gap, d, gap.engine), _missing(gap, -d, gap.trainer)
     forward = forward[0], min(forward[1], _p_certain(gap))
@@ -40,17 +39,16 @@ def missing_mass(gap: Gap, level: float) -> tuple[Answer, Answer]:
     is_forward = forward[0] >= least and forward[1] <= level and sided > 0
     is_backward = backward[0] >= least and backward[1] <= level and sided < -0.5
     missing, p = backward if is_backward else forward
-    if not (is_forward or is_backward):
-        text = (
-            f"E[π/q] = {1 - forward[0]:.4f}, E[q/π] = {1 - backward[0]:.4f}: no probability is missing on one side "
-            "alone"
-        )
-        return decided("truncation", p, level, False, text), decided("padding", p, level, False, text)
-    cause, why = ("padding", "the engine's probabilities are the smaller ones") if is_backward else _which(gap)
-    text = f"{missing:.2%} of the probability is missing on one side (E[π/q] = {1 - forward[0]:.4f}); {why}"
-    result = decided(cause, p, level, True, text, missing=missing, kept=1 - missing)
-    other = decided("padding" if cause == "truncation" else "truncation", p, level, False, text)
-    return (result, other) if cause == "truncation" else (other, result)
+    if is_forward or is_backward:
+        found, why = ("padding", "the engine's probabilities are the smaller ones") if is_backward else _which(gap)
+        text = f"{missing:.2%} of the probability is missing on one side (E[π/q] = {1 - forward[0]:.4f}); {why}"
+    else:
+        ratios = f"E[π/q] = {1 - forward[0]:.4f}, E[q/π] = {1 - backward[0]:.4f}"
+        found, text = "", f"{ratios}: no probability is missing on one side alone"
+    sizes = {found: {"missing": missing, "kept": 1 - missing}}
+    return [
+        decided(cause, p, level, cause == found, text, **sizes.get(cause, {})) for cause in ("truncation", "padding")
+    ]
 
 
 def _missing(gap: Gap, d: Floats, sampler: Floats) -> tuple[float, float]:

@@ -18,13 +18,6 @@ class Mean:
     error: float
     observations: int
 
-    @property
-    def t(self) -> float:
-        """Value over standard error."""
-        if self.error > 0:
-            return self.value / self.error
-        return 0.0 if self.value == 0 else math.copysign(math.inf, self.value)
-
 
 def mean_over(values: Floats, observation: Integers) -> Mean:
     """The mean of [T] token values, its error from the sums of the observations that hold them (cluster-robust)."""
@@ -51,7 +44,9 @@ def tail(t: float, freedom: int) -> float:
 
 def p_above(mean: Mean, bound: float = 0.0) -> float:
     """The p-value of: the true mean is at most `bound`."""
-    return tail(Mean(mean.value - bound, mean.error, mean.observations).t, mean.observations - 1)
+    distance = mean.value - bound
+    t = distance / mean.error if mean.error > 0 else math.copysign(math.inf, distance) if distance else 0.0
+    return tail(t, mean.observations - 1)
 
 
 def binomial_tail(successes: int, trials: int, chance: float) -> float:

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatron_pg.mismatch.causes import Answer
@@ -73,70 +72,45 @@ class Settings:
             return None
         return self.trainer_temperature / self.temperature
 
+    def __str__(self) -> str:
+        known = {name: getattr(self, name) for name in (*_RANGES, "trainer_temperature")}
+        return ", ".join(f"{name} {value:g}" for name, value in known.items() if value is not None)
+
 
 def against(settings: Settings, tests: list[Answer], *, has_sampling_mask: bool = False) -> list[Answer]:
     """Add the settings to the results: a setting that the log-probabilities do not show is found as `sampling`.
 
     `has_sampling_mask`: both sides are normalized over the sampling masks, so a truncation does not show.
     """
-    by_cause = {test.cause: test for test in tests}
-    unseen = [
-        *_unseen_temperature(settings, by_cause),
-        *([] if has_sampling_mask else _unseen_truncation(settings, by_cause)),
-    ]
-    changed = dict(by_cause)
-    if (ratio := settings.ratio) is not None and by_cause["temperature"].outcome == "found":
-        estimate = by_cause["temperature"].estimate["trainer_over_engine"]
-        agrees = _is_close(estimate / ratio)
-        said = (
-            "as the settings state"
-            if agrees
-            else f"the settings state {ratio:.3f}, but another temperature is in effect"
-        )
-        changed["temperature"] = _with(by_cause["temperature"], said)
-    elif ratio is not None and not _is_close(ratio) and by_cause["temperature"].outcome == "cannot tell":
-        evidence = f"{_temperatures(settings)}; the log-probabilities are too few to show it"
-        changed["temperature"] = Answer("temperature", "found", evidence, None, {"trainer_over_engine": ratio})
-    sampling = by_cause["sampling"]
+    by_cause, unseen = {test.cause: test for test in tests}, list[str]()
+    temperature, sampling = by_cause["temperature"], by_cause["sampling"]
+    if (ratio := settings.ratio) is not None and temperature.outcome == "found":
+        agrees = _is_close(temperature.estimate["trainer_over_engine"] / ratio)
+        other = f"the settings state {ratio:.3f}, but another temperature is in effect"
+        by_cause["temperature"] = _with(temperature, "as the settings state" if agrees else other)
+    elif ratio is not None and not _is_close(ratio):
+        both = f"{settings.temperature:g} (engine) and {settings.trainer_temperature:g} (trainer)"
+        stated = f"the settings state temperatures {both}"
+        if temperature.outcome == "cannot tell":
+            evidence = f"{stated}; the log-probabilities are too few to show it"
+            by_cause["temperature"] = Answer("temperature", "found", evidence, None, {"trainer_over_engine": ratio})
+        else:
+            unseen.append(
+                f"{stated}, but the log-probabilities do not differ by them: one side has another temperature"
+            )
+    if settings.truncation and not has_sampling_mask and by_cause["truncation"].outcome == "not found":
+        missing = "but no probability is missing: both sides are before the truncation"
+        unseen.append(f"the settings state {settings.truncation}, {missing}")
     if sampling.outcome == "found":
-        changed["sampling"] = _with(sampling, f"the settings state {_shown(settings)}")
+        by_cause["sampling"] = _with(sampling, f"the settings state {settings}")
     elif unseen:
-        changed["sampling"] = Answer("sampling", "found", "; ".join(unseen), None, {"settings": _shown(settings)})
-    return [changed[test.cause] for test in tests]
-
-
-def _unseen_temperature(settings: Settings, by_cause: Mapping[str, Answer]) -> list[str]:
-    ratio = settings.ratio
-    if ratio is None or _is_close(ratio) or by_cause["temperature"].outcome != "not found":
-        return []
-    return [
-        f"{_temperatures(settings)}, but the log-probabilities do not differ by them: one side has another temperature"
-    ]
+        by_cause["sampling"] = Answer("sampling", "found", "; ".join(unseen), None, {"settings": str(settings)})
+    return list(by_cause.values())
 
 
 def _is_close(ratio: float) -> bool:
     return 1 / _CLOSE < ratio < _CLOSE
 
 
-def _temperatures(settings: Settings) -> str:
-    return (
-        f"the settings state temperatures {settings.temperature:g} (engine) and {settings.trainer_temperature:g} "
-        "(trainer)"
-    )
-
-
-def _unseen_truncation(settings: Settings, by_cause: Mapping[str, Answer]) -> list[str]:
-    if not settings.truncation or by_cause["truncation"].outcome != "not found":
-        return []
-    return [
-        f"the settings state {settings.truncation}, but no probability is missing: both sides are before the truncation"
-    ]
-
-
 def _with(test: Answer, said: str) -> Answer:
     return replace(test, evidence=f"{test.evidence}; {said}")
-
-
-def _shown(settings: Settings) -> str:
-    known = {name: getattr(settings, name) for name in (*_RANGES, "trainer_temperature")}
-    return ", ".join(f"{name} {value:g}" for name, value in known.items() if value is not None)

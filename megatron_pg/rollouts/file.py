@@ -12,19 +12,9 @@ from torch import Tensor
 
 from megatron_pg.rollouts import lines
 from megatron_pg.rollouts.fields import FIELDS, OLD_NAMES, POLICY, REQUIRED, REQUIRED_OF_ALL, REQUIRED_OF_CRITICS
-from megatron_pg.rollouts.lines import (
-    FORMAT,
-    VERSIONS,
-    RolloutFileError,
-    RolloutWriteError,
-    append_whole,
-    check_header,
-    parse_line,
-    raw_lines,
-    read_records,
-)
+from megatron_pg.rollouts.lines import FORMAT, VERSIONS, RolloutFileError, RolloutWriteError
 from megatron_pg.rollouts.payloads import PAYLOADS
-from megatron_pg.rollouts.printable import printable, shorten
+from megatron_pg.rollouts.printable import printable, reason_of, shorten, show_path
 from megatron_pg.rollouts.sample import Sample
 
 _ATTRIBUTES = {"advantage": "advantages"}  # of a sample, where they are not named as the field
@@ -46,8 +36,8 @@ def iterate_rollouts(path: str | Path, *, update: Callable[[int], None] | None =
         RolloutFileError: as `read_rollouts`, when the line is reached.
     """
     path, is_empty = Path(path), True
-    shown = printable(str(path), limit=None)
-    for number, record in read_records(path, update=update):
+    shown = show_path(path)
+    for number, record in lines.read_records(path, update=update):
         try:
             sample = sample_of(record, f"{path.name}:{number}")
         except ValueError as error:
@@ -92,10 +82,9 @@ class RolloutWriter:
         except RolloutFileError:
             raise
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-            reason = getattr(error, "strerror", None) or error
             raise RolloutWriteError(
-                f"{printable(str(path), limit=None)}: cannot be opened for writing ({reason}), so no sample is in it. "
-                "Give another path."
+                f"{show_path(path)}: cannot be opened for writing ({reason_of(error)}), so no sample is in it. Give "
+                "another path."
             ) from error
         if not appends:
             self._put([_encoded({"format": FORMAT, "version": version})])
@@ -114,13 +103,13 @@ class RolloutWriter:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _put(self, lines: Sequence[bytes]) -> None:
+    def _put(self, records: Sequence[bytes]) -> None:
         try:
-            append_whole(self._file, b"".join(lines))
+            lines.append_whole(self._file, b"".join(records))
         except OSError as error:
             raise RolloutWriteError(
-                f"{printable(self._file.name, limit=None)}: cannot be written ({error.strerror}), so none of these "
-                f"{len(lines)} lines is in it; the earlier ones are. Make room."
+                f"{show_path(self._file.name)}: cannot be written ({error.strerror}), so none of these {len(records)} "
+                "lines is in it; the earlier ones are. Make room."
             ) from error
 
 
@@ -149,13 +138,13 @@ def _has(sample: Sample, name: str) -> bool:
 
 def _check_appendable(path: Path, if_exists: str) -> int:
     """The version of a file to append to; refused if it is not complete, or not to be appended to."""
-    shown = printable(str(path), limit=None)
+    shown = show_path(path)
     if if_exists == "refuse":
         raise RolloutFileError(
             f"{shown}: exists already and is kept. Give another path, or RolloutWriter(…, if_exists='append') or "
             "'replace'."
         )
-    version = check_header(parse_line(next(raw_lines(path)), f"{shown}:1"), shown)
+    version = lines.check_header(lines.parse_line(next(lines.raw_lines(path)), f"{shown}:1"), shown)
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         if file.read() != b"\n":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_pg.rollouts.fields import FIELDS, OLD_NAMES
-from megatron_pg.rollouts.printable import printable, shorten
+from megatron_pg.rollouts.printable import reason_of, shorten, show_path
 
 FORMAT = "megatron_pg.rollouts"
 VERSIONS = (1, 2, 3)  # 2: with masks, teachers and entropies; 3: loss terms and sampling masks under these names
@@ -33,17 +33,17 @@ def read_records(path: str | Path, *, update: Callable[[int], None] | None = Non
     Raises:
         RolloutFileError: the file cannot be read, or a line is not one JSON object.
     """
-    shown, version = printable(str(path), limit=None), 0
+    shown, version = show_path(path), 0
     for number, line in enumerate(raw_lines(path, update=update), start=1):
         record = parse_line(line, f"{shown}:{number}")
         if number == 1:
             version = check_header(record, shown)
             continue
         if newer := sorted(_since(version).intersection(record)):
+            since = FIELDS[newer[0]].since
             raise RolloutFileError(
-                f"{shown}:{number}: field {newer[0]!r} is of version {FIELDS[newer[0]].since} and the header says "
-                f"{version}, so its "
-                f'writer may have meant something else. Write "version": {FIELDS[newer[0]].since} into the first line.'
+                f"{shown}:{number}: field {newer[0]!r} is of version {since} and the header says {version}, so its "
+                f'writer may have meant something else. Write "version": {since} into the first line.'
             )
         yield number, {OLD_NAMES.get(n, n): v for n, v in record.items()} if version == 2 else record
 
@@ -62,7 +62,7 @@ def raw_lines(
     Raises:
         RolloutFileError: the file cannot be read.
     """
-    shown = printable(str(path), limit=None)
+    shown = show_path(path)
     if "\0" in str(path):
         raise RolloutFileError(f"{shown}: no file can have this name. Give an existing rollout file.")
     try:
@@ -74,8 +74,8 @@ def raw_lines(
                 if update is not None:
                     update(done)
     except (OSError, UnicodeEncodeError, EOFError, zlib.error) as error:  # the latter two of a damaged archive
-        reason = getattr(error, "strerror", None) or error
-        raise RolloutFileError(f"{shown}: cannot be read ({reason}). Give an existing rollout file.") from error
+        message = f"{shown}: cannot be read ({reason_of(error)}). Give an existing rollout file."
+        raise RolloutFileError(message) from error
 
 
 def parse_line(line: bytes, where: str) -> dict:

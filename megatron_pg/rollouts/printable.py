@@ -12,6 +12,16 @@ def printable(text: str, *, limit: int | None = _LONGEST) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
 
 
+def show_path(path: object) -> str:
+    """A path with control characters escaped, at its full length."""
+    return printable(str(path), limit=None)
+
+
+def reason_of(error: BaseException | None) -> object:
+    """The system's words for an error, or the error itself."""
+    return getattr(error, "strerror", None) or error
+
+
 def shorten(value: object) -> str:
     """A value as messages show it."""
     try:

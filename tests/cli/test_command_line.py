@@ -87,9 +87,6 @@ def test_a_file_and_standard_input_are_named_with_the_line(explained, call):
 def test_flags_on_the_command_line_are_added(explained):
     said = explained(f"t.py {EXTERNAL} --pg-temperature 2 --pg-grad-divisor 3", "--pg-temperature", "0.5")
     assert (said["arguments"]["pg_temperature"], said["arguments"]["pg_grad_divisor"]) == (0.5, 3.0)
-
-
-def test_the_world_size_of_the_option_comes_first(explained):
     assert explained(f"torchrun --nproc-per-node 4 t.py {EXTERNAL}", "--world-size", "2")["sizes"]["world"] == 2
 
 

@@ -1,4 +1,4 @@
-"""`megatron-pg compare` against plain loops in float64, and what it refuses against `read_rollouts`."""
+"""`megatron-pg compare` against plain loops in float64; what it refuses of a file is in tests/fuzz."""
 
 import json
 import math
@@ -10,12 +10,10 @@ from pathlib import Path
 
 import processes
 import pytest
-from rollout_files import HEADER, RECORD, malformed_lines, write_lines
+from rollout_files import HEADER, RECORD, write_lines
 from step_oracle import Document, denominators
 
-from megatron_pg import read_rollouts
 from megatron_pg.cli.rollouts.compare import digest_rollouts
-from megatron_pg.rollouts.lines import RolloutFileError
 
 
 def random_records(rng: random.Random, *, steps: int = 3) -> list[dict]:
@@ -133,34 +131,6 @@ def test_no_advantage_means_no_shares(tmp_path, cli):
     assert "–" in cli.done("compare", path)
 
 
-# --- the digest ---
-
-
-def refusal_of(read, path: Path) -> tuple[object, str | None]:
-    """What `read` returns and None, or None and the words in which it refuses the file."""
-    try:
-        return read(path), None
-    except RolloutFileError as error:
-        return None, str(error)
-
-
-def same_digest(path: Path) -> None:
-    """The digest is what `read_rollouts` reads, or both refuse the file in the same words."""
-    samples, expected = refusal_of(read_rollouts, path)
-    digest, refusal = refusal_of(digest_rollouts, path)
-    assert refusal == expected
-    if expected is not None:
-        return
-    rows, _ = digest
-    assert [(row.step, row.prompt_id, row.rollout_id) for row in rows] == [
-        (s.step, s.prompt_id, s.rollout_id) for s in samples
-    ]
-    assert [(row.length, row.trained) for row in rows] == [(s.response_length, s.num_trained) for s in samples]
-    trained = [s.advantages[s.loss_mask].tolist() for s in samples]
-    assert [row.advantage for row in rows] == pytest.approx([math.fsum(values) for values in trained])
-    assert [row.magnitude for row in rows] == pytest.approx([math.fsum(map(abs, values)) for values in trained])
-
-
 def test_terms_are_counted_and_the_objective_is_compared_alone(tmp_path, cli):
     supervised = {k: v for k, v in RECORD.items() if k not in ("old_logprobs", "advantage", "reward")}
     of_term = [supervised | {"rollout_id": i, "term": "sft", "loss_mask": [1, 1]} for i in (7, 8)]
@@ -175,42 +145,6 @@ def test_terms_are_counted_and_the_objective_is_compared_alone(tmp_path, cli):
     assert "no sample is of the objective's loss term rl, only of " in message
 
 
-UNUSUAL = [  # good lines
-    {"loss_mask": [1.0, 0.0]},
-    {"old_logprobs": [5e-4, -1]},
-    {"old_logprobs": [-1e-300, -1e5]},
-    {"loss_mask": [0, 1], "old_logprobs": [3.0, -1.0]},
-    {"x_nested": {"old_logprobs": [1, 2], "tokens": "x"}},
-    {"x_text": '"tokens": [1]'},
-    {"rollout_logprobs": [-0.0, 0], "ref_logprobs": [-1, -2.5e-05]},
-    {"advantage": [1, -2.5]},
-    {"prompt_id": "é", "rollout_id": -(2**61)},
-    {"x_flag": True, "x_none": None},
-]
-
-
-@pytest.mark.parametrize("fields", UNUSUAL, ids=str)
-def test_unusual_lines_are_read_alike(fields, tmp_path):
-    same_digest(write(tmp_path / "r.jsonl", [RECORD, RECORD | fields]))
-
-
-def test_malformed_lines_are_refused_in_the_same_words(tmp_path):
-    path, head = tmp_path / "r.jsonl", json.dumps(HEADER).encode() + b"\n"
-    good = json.dumps(RECORD).encode() + b"\n"
-    for line in malformed_lines():
-        path.write_bytes(head + good + line + b"\n" + good)
-        same_digest(path)
-
-
-def test_a_mistake_is_named_with_its_line_wherever_it_is(tmp_path):
-    records = random_records(random.Random(3), steps=6)
-    for bad in (0, 7, len(records) - 1):
-        path = write(tmp_path / "r.jsonl", [*records[:bad], records[bad] | {"reward": "x"}, *records[bad + 1 :]])
-        same_digest(path)
-        with pytest.raises(RolloutFileError, match=f"r.jsonl:{bad + 2}: reward='x'"):
-            digest_rollouts(path)
-
-
 # --- refusals ---
 
 
@@ -222,10 +156,7 @@ BAD_FILES = {
     "empty": (b"", "contains no sample"),
     "a header only": (json.dumps(HEADER).encode() + b"\n", "contains no sample"),
     "another format": (b'{"a": 1}\n', "header has format None"),
-    "a picture": (b"\x89PNG\r\n\x1a\n", "is not UTF-8"),
-    "an archive": (b"PK\x03\x04" + bytes(100), "is not one JSON object"),
     "cut short": (json.dumps(HEADER).encode() + b'\n{"step": 1, "tok', "The line has no end"),
-    "a missing column": (json.dumps(HEADER).encode() + b'\n{"step": 1}\n', "field 'prompt_id' is missing"),
 }
 
 
@@ -235,12 +166,6 @@ def test_a_bad_file_is_one_line_and_nothing_is_written(name, tmp_path, cli):
     path, picture = tmp_path / "r.jsonl", tmp_path / "out.png"
     path.write_bytes(content)
     assert message in cli.refused("compare", path, "--output", picture)
-
-
-def test_a_huge_line_is_refused(tmp_path, cli, monkeypatch):
-    monkeypatch.setattr("megatron_pg.rollouts.lines.MAX_LINE_BYTES", 5000)
-    path = write(tmp_path / "r.jsonl", [RECORD | {"x_note": "a" * 6000}])
-    assert "r.jsonl:2: line is longer than 5000 bytes" in cli.refused("compare", path)
 
 
 @pytest.mark.parametrize("name", ["absent.jsonl", ".", "a\0b", "\x1b[31m.jsonl"])
@@ -310,10 +235,10 @@ def test_bad_options_are_refused_before_anything_is_read(words, tmp_path, cli, m
 def test_the_picture_is_drawn_and_replaced_only_when_asked(tmp_path, cli):
     pytest.importorskip("matplotlib")
     path, picture = write(tmp_path / "r.jsonl", random_records(random.Random(0))), tmp_path / "out.png"
-    cli.done("compare", path, "--output", picture)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    cli.refused("compare", path, "--output", picture)
+    picture.write_text("mine")
+    assert "already exists" in cli.refused("compare", path, "--output", picture)
     cli.done("compare", path, "--overwrite --output", picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.png", "r.jsonl"]
 
 
@@ -366,8 +291,10 @@ GIBIBYTES = 2.0  # 0.3 GiB are needed
 
 
 def test_a_large_file_is_compared_in_little_memory(tmp_path, full):
-    """100,000 samples of 200 response tokens in the full tier."""
-    samples = 100_000 if full else 1_000
+    """100,000 samples of 200 response tokens."""
+    if not full:
+        pytest.skip("runs in the full tier")
+    samples = 100_000
     path, rng = tmp_path / "r.jsonl", random.Random(0)
     with path.open("w") as file:
         file.write(json.dumps(HEADER) + "\n")

@@ -138,11 +138,8 @@ BAD_SLIME = {
     "no log-probabilities": ({"rollout_log_probs": None}, "missing rollout_logprobs. Give a dump with rollout_logp"),
     "no reward": ({"reward": None}, "its reward is None, not a finite number"),
     "a reward of parts": ({"reward": {"math": 1.0}}, "several parts (math). Choose one with --reward-key"),
-    "a reward that is not finite": ({"reward": math.nan}, "its reward is nan, not a finite number"),
     "an empty response": ({"response_length": 0, "rollout_log_probs": []}, "sample 0: "),
     "a wrong length": ({"response_length": 2}, "old_logprobs of sample of the dump has 3 entries for 2"),
-    "a length beyond memory": ({"response_length": 10**15}, "has 5 entries for 1000000000000000"),
-    "a length of many digits": ({"response_length": 10**400}, "sample 0: "),
     "a length in words": ({"response_length": "3"}, "response_length is '3', not an integer"),
     "tokens in words": ({"tokens": "abc"}, "tokens='abc' has the wrong type"),
     "no tokens": ({"tokens": None}, "missing tokens. Give a dump with tokens."),
@@ -215,12 +212,11 @@ def test_an_array_in_a_dump_is_named(save, refused):
     assert "docs/cli.md shows how" in message
 
 
-@pytest.mark.parametrize("framework", ["slime", "miles"])
-def test_routed_experts_are_kept_as_tensors_or_lists(framework, save, convert):
+def test_routed_experts_are_kept_as_tensors_or_lists(save, convert):
     experts = torch.tensor([[[0, 1], [2, 3]], [[1, 2], [3, 0]], [[5, 4], [1, 0]], [[0, 2], [2, 1]]])  # of 5 tokens
     given = (experts, experts.tolist(), None)
     path = save([one | {"rollout_routed_experts": experts} for one, experts in zip(SLIME[:3], given, strict=True)])
-    records = convert(f"--format {framework} {CHOICES}", path).records
+    records = convert(f"--format miles {CHOICES}", path).records
     assert [record.get("routed_experts") for record in records] == [experts.tolist(), experts.tolist(), None]
 
 
@@ -261,15 +257,6 @@ def test_a_file_that_torch_did_not_save_is_refused(content, save, tmp_path, refu
 def test_a_saved_value_of_another_shape_is_refused(value, tmp_path, refused):
     torch.save(value, tmp_path / "dump.pt")
     assert "Check --format." in refused(f"--format slime {CHOICES}", tmp_path / "dump.pt")
-
-
-def test_one_dump_given_twice_or_units_in_two_steps_are_refused(save, convert, refused):
-    first, second = save(name="1.pt", rollout_id=1), save(name="2.pt", rollout_id=2)
-    message = refused(f"--format slime {CHOICES}", first, second)
-    assert "2.pt: sample 0: prompt_id 0 is also in step 1" in message
-    later = [s | {"group_index": s["group_index"] + 9, "index": s["index"] + 9, "rollout_id": None} for s in SLIME]
-    samples = convert(f"--format slime {CHOICES}", first, save(later, "2.pt", rollout_id=2)).samples
-    assert {s.step for s in samples} == {1, 2}
 
 
 # --- NeMo-RL ---
@@ -390,7 +377,6 @@ BAD_VERL = {
     "texts only": (VERL, "--advantage reward", TEXTS_ONLY),
     "a column that is not there": (VERL, f"{OTHER_TOKENS} --advantage reward", NO_TOKENS),
     "no advantages": (VERL, COLUMNS, "missing advantage. Unused columns: input, output, gts. Give --column"),
-    "one rollout a prompt": ([verl_row(0, "a")], f"{COLUMNS} --advantage group_norm", "has one rollout"),
     "a list for an id": (VERL, f"{REWARDED} --column=prompt_id=ids", "prompt_id is [1, 2, 3, 4], not an"),
     "an unknown field": (VERL, "--column=token=ids", "--column token=ids is not FIELD=NAME"),
     "a field twice": (VERL, f"{COLUMNS} --column=tokens=n", "--column names tokens twice"),
@@ -545,11 +531,8 @@ BAD_JSONL = {
     "a mask of the whole sample": (OURS | {"loss_mask": [0, 0, 1, 1]}, "", "has 4 entries for 2 response tokens"),
     "a group of texts": (GROUP_OF_TEXTS, "--group-size 1", "tokens is 'abc', not a list"),
     "a value that JSON has not": (OURS | {"note": math.nan}, "", "has a value that JSON cannot contain"),
-    "a number of many digits": (OURS | {"response_length": 10**400}, "", "rollouts.jsonl:1: "),
     "a length below any": (PAIR | NO_LENGTH, "--loss-mask ones", "field response_length contradicts"),
     "no tokens for so many ones": (NO_TOKENS_FOR_MANY, "--loss-mask ones", "missing tokens. Unused columns: t, m."),
-    "a reward of many digits": (OURS | {"reward": 10**400}, "", "not a finite number"),
-    "a step of many digits": (OURS | {"step": 10**400}, "", "has the wrong type or range"),
 }
 
 
@@ -604,12 +587,6 @@ def test_a_damaged_text_dump_is_refused(words, content, message, tmp_path, refus
     assert message in refused(words, tmp_path / "dump.jsonl")
 
 
-@pytest.mark.parametrize("words", MINIMAL.values(), ids=MINIMAL)
-def test_a_huge_line_is_refused(words, lines, refused, monkeypatch):
-    monkeypatch.setattr("megatron_pg.rollouts.lines.MAX_LINE_BYTES", 1000)
-    assert "no end" in refused(words, lines([{"a": "b" * 2000}]))
-
-
 @pytest.mark.parametrize("words", [*MINIMAL.values(), *(f"--format {name} {CHOICES}" for name in ("slime", "miles"))])
 @pytest.mark.parametrize("name", ["absent", ".", "a\0b"])
 def test_an_unreadable_path_is_refused(words, name, tmp_path, refused):
@@ -633,23 +610,14 @@ def test_options_that_contradict_each_other_are_refused(words, lines, refused):
     assert BAD_OPTIONS[words] in refused(lines([]), words)
 
 
-def test_an_existing_file_is_kept_unless_asked(save, tmp_path, cli, refused):
+def test_an_existing_file_is_kept_unless_asked_and_when_the_conversion_fails(save, tmp_path, cli, refused):
     output = tmp_path / "out.jsonl"
     output.write_text("mine")
     assert "already exists" in refused(f"--format slime {CHOICES}", save())
-    cli.done("convert", save(), f"--format slime {CHOICES} --overwrite --output", output)
-    assert len(read_rollouts(output)) == 6
-
-
-def test_what_was_there_stays_when_a_conversion_fails(save, tmp_path, refused):
-    (tmp_path / "out.jsonl").write_text("mine")
     message = refused(f"--format slime {CHOICES} --overwrite", save([SLIME[0], {}]))
     assert "sample 1: has no field 'group_index'" in message
-
-
-def test_a_folder_that_does_not_exist_is_named(save, tmp_path, cli):
-    output = tmp_path / "no" / "out.jsonl"
-    assert "its folder does not exist" in cli.refused("convert", save(), f"--format slime {CHOICES} --output", output)
+    cli.done("convert", save(), f"--format slime {CHOICES} --overwrite --output", output)
+    assert len(read_rollouts(output)) == 6
 
 
 def test_the_result_as_json(save, tmp_path, cli):

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from megatron_pg.rollouts import file as rollout_file
+from megatron_pg.rollouts import lines as rollout_lines
 from megatron_pg.rollouts.fields import FIELDS
 
 TOP = {"ids": [[7, 3], [8, 9]], "logprobs": [[-0.5, -1.5], [-0.25, -2.0]]}
@@ -165,14 +165,14 @@ def test_columns_that_are_not_a_field_are_kept_whole(converted, refusal):
 
 
 def test_a_file_that_is_written_to_a_full_disk_names_the_output(refusal, tmp_path, monkeypatch):
-    written = rollout_file.append_whole
+    written = rollout_lines.append_whole
 
     def full(file, data: bytes) -> None:
         if b'"tokens"' in data:
             raise OSError(errno.ENOSPC, "No space left on device")
         written(file, data)
 
-    monkeypatch.setattr(rollout_file, "append_whole", full)
+    monkeypatch.setattr(rollout_lines, "append_whole", full)
     assert refusal([MINIMAL]) == (
         f"megatron-pg convert: {tmp_path / 'out.jsonl'}: cannot be written (No space left on device). "
         "Free disk space, or give another path.\n"

@@ -125,4 +125,4 @@ def test_this_machine(full):
     assert by_name["gloo, 2 processes"]["status"] == "ok"
     if by_name["megatron-core"]["status"] == "ok":
         assert by_name["contract, flag off"]["status"] == by_name["contract, flag on"]["status"] == "ok"
-    assert "looking: " in done.stderr
+    assert "probing: " in done.stderr

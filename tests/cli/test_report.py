@@ -11,6 +11,9 @@ import pytest
 
 from megatron_pg.cli.runs.curves import typical_range
 
+pytest.importorskip("plotly")
+from megatron_pg.cli.runs.report_page import MOST_POINTS, figure_of, thinned
+
 
 def steps(*values: float, name: str = "reward", **rest) -> list[dict]:
     return [
@@ -28,7 +31,6 @@ def page_of(path: Path) -> tuple[str, dict]:
 
 
 def test_the_page_holds_curves_objective_and_script(make_run, cli, tmp_path):
-    pytest.importorskip("plotly")
     runs = make_run("a", steps(0.0, 1.0, 0.5)), make_run("b", steps(2.0, weather=3.0))
     said = cli.done("report", *runs, "--output", tmp_path / "r.html")
     assert said == f"{tmp_path}/r.html: 2 runs, 2 metrics, 0 red flags\n"
@@ -38,6 +40,8 @@ def test_the_page_holds_curves_objective_and_script(make_run, cli, tmp_path):
     assert re.findall(r"<h3>(.*?)</h3>", text) == ["reward", "weather"]
     assert '<td>weight</td><td colspan="2">δ = N_r</td>' in text
     assert "<td>T = 10–12</td><td>T = 10</td>" in text
+    written = datetime.fromtimestamp((Path(runs[0]) / "metrics.jsonl").stat().st_mtime)
+    assert f"{runs[0]}/metrics.jsonl, steps 1 to 3, written {written:%Y-%m-%d %H:%M}" in text
     raw, smooth, *_ = figures["f0"]["data"]
     assert (raw["x"], raw["y"], raw["name"]) == ([1, 2, 3], [0.0, 1.0, 0.5], "a")
     weights = [0.36, 0.6, 1.0]  # of 0.6
@@ -47,7 +51,6 @@ def test_the_page_holds_curves_objective_and_script(make_run, cli, tmp_path):
 
 
 def test_red_flags_are_listed_with_their_steps(make_run, cli, tmp_path):
-    pytest.importorskip("plotly")
     records = [
         {"kl_new_old": 0.5, "ess": 0.9, "ratio_new_old": 2.0},
         {"kl_new_old": 0.5, "ess": 0.4},
@@ -72,7 +75,6 @@ def test_red_flags_are_listed_with_their_steps(make_run, cli, tmp_path):
 
 
 def test_a_metric_that_was_never_finite_is_flagged_and_has_a_panel(make_run, cli, tmp_path):
-    pytest.importorskip("plotly")
     path = make_run("a", [{"reward": 1.0, "mine": math.inf, "num_tokens": math.nan, "objective": {}}] * 2)
     words = "report", path, "--output", tmp_path / "r.html"
     flags = cli.json(*words)
@@ -88,7 +90,6 @@ def test_a_metric_that_was_never_finite_is_flagged_and_has_a_panel(make_run, cli
 
 def test_a_null_that_stands_for_no_value_is_not_flagged(make_run, cli, tmp_path):
     """As `length_of_right` is in a step without a correct answer; nonfinite lists what was NaN or inf."""
-    pytest.importorskip("plotly")
     records = {"length_of_right": 5.0}, {"length_of_right": None, "ess": math.nan}, {"length_of_right": 7.0}
     flags = cli.json("report", make_run("a", records), "--output", tmp_path / "r.html")
     assert [(flag["metric"], flag["steps"]) for flag in flags] == [("ess", [2])]
@@ -103,7 +104,6 @@ def test_red_flags_as_json_need_no_page(make_run, cli):
 
 
 def test_phases_of_the_script_are_named_and_marked(make_run, cli, tmp_path):
-    pytest.importorskip("plotly")
     path = make_run("a", [{"reward": 1.0, "phase": phase} for phase in ("warm-up", "warm-up", "rl", "rl", "warm-up")])
     cli.done("report --output", tmp_path / "r.html", path)
     text, figures = page_of(tmp_path / "r.html")
@@ -112,7 +112,6 @@ def test_phases_of_the_script_are_named_and_marked(make_run, cli, tmp_path):
 
 
 def test_a_changed_objective_is_a_column_of_its_own(make_run, cli, tmp_path):
-    pytest.importorskip("plotly")
     path = make_run("a", [*steps(1.0, 2.0), {"reward": 3.0, "objective": {"weight": "δ = T"}}])
     cli.done("report", path, make_run("old", [{"reward": 1.0}]), "--output", tmp_path / "r.html")
     text, figures = page_of(tmp_path / "r.html")
@@ -122,18 +121,7 @@ def test_a_changed_objective_is_a_column_of_its_own(make_run, cli, tmp_path):
     assert "not in the file" in text
 
 
-def test_the_page_names_file_steps_and_date_of_a_run(make_run, cli, tmp_path):
-    pytest.importorskip("plotly")
-    path = Path(make_run("a", steps(0.0, 1.0, 0.5)))
-    cli.done("report", path, "--output", tmp_path / "r.html")
-    written = datetime.fromtimestamp((path / "metrics.jsonl").stat().st_mtime)
-    assert f"{path}/metrics.jsonl, steps 1 to 3, written {written:%Y-%m-%d %H:%M}" in page_of(tmp_path / "r.html")[0]
-
-
 def test_a_limit_near_the_values_is_a_line_and_one_far_away_a_note():
-    pytest.importorskip("plotly")
-    from megatron_pg.cli.runs.report_page import figure_of
-
     style = {"a": ("solid", "#000")}
     near = figure_of("ess", {"a": {1: 0.9, 2: 0.6}}, style, 0.6).layout
     assert [shape.y0 for shape in near.shapes] == [0.5]
@@ -155,7 +143,6 @@ def test_warm_up_steps_do_not_flatten_the_curve():
 
 
 def test_names_of_a_file_are_text_on_the_page(make_run, cli, tmp_path):
-    pytest.importorskip("plotly")
     name = "</script><script>alert(1)</script>\ud800"
     path = make_run("<b>a", [{name: 1.0, "objective": {name: name}}, {name: 2.0}])
     cli.done("report", path, make_run("b", [{name: 1.0}]), "--output", tmp_path / "r.html")
@@ -166,9 +153,6 @@ def test_names_of_a_file_are_text_on_the_page(make_run, cli, tmp_path):
 
 
 def test_noise_is_no_signal_and_long_runs_keep_their_extremes():
-    pytest.importorskip("plotly")
-    from megatron_pg.cli.runs.report_page import MOST_POINTS, figure_of, thinned
-
     flat = figure_of("kl_new_old", {"a": {1: 1e-17, 2: 3e-17}}, {"a": ("solid", "#000")}, 0.6)
     low, high = flat.layout.yaxis.range
     assert high - low > 1e6 * 2e-17
@@ -190,7 +174,6 @@ def test_without_plotly_the_extra_is_named(make_run, cli, tmp_path, monkeypatch)
 
 
 def test_what_cannot_be_reported_is_refused(make_run, cli, tmp_path):
-    pytest.importorskip("plotly")
     path = make_run("a", [{"reward": 1.0}])
     for words, message in [
         ((path, "--smooth 1"), "argument --smooth: '1' is not a weight of the past"),

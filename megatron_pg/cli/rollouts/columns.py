@@ -2,7 +2,8 @@
 
 import argparse
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_pg.cli.terminal import InputError
@@ -46,12 +47,22 @@ _MOST_NAMES = 24  # of columns that a message lists
 _CLOSE = 0.85  # similarity of a misspelled column to the name of a field
 
 
-def columns_of(options: argparse.Namespace) -> dict[str, str]:
-    """Field -> the column that --column names for it.
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sample of a dump."""
 
-    Raises:
-        InputError: --column names no field, or one twice.
-    """
+    where: str  # file and sample, for messages
+    record: dict[str, Any]  # a line of the rollout file; missing fields are None or absent
+    unused: tuple[str, ...] = ()  # columns of the line that are not a field
+
+    @property
+    def is_of_policy(self) -> bool:
+        """Whether its loss mask marks tokens of the objective."""
+        return self.record.get("term") in (None, POLICY)
+
+
+def columns_of(options: argparse.Namespace) -> dict[str, str]:
+    """Field -> the column that --column names for it."""
     columns: dict[str, str] = {}
     for text in options.column or ():
         name, equals, column = text.partition("=")
@@ -67,21 +78,11 @@ def columns_of(options: argparse.Namespace) -> dict[str, str]:
     return columns
 
 
-def check_complete(record: Mapping, where: str, options: argparse.Namespace, unused: Sequence[str] = ()) -> None:
-    """Refuse a sample without a field that no option gives; the message lists all missing fields and how to give them.
-
-    Args:
-        record: its fields.
-        where: its file and number.
-        options: of the command.
-        unused: columns of its line that are not a field.
-
-    Raises:
-        InputError: a field is missing, or several columns have a name of it.
-    """
-    is_of_policy = record.get("term") in (None, POLICY)
-    wanted = list(REQUIRED if is_of_policy else REQUIRED_OF_ALL)
-    if options.old_logprobs and (is_of_policy or record.get("old_logprobs") is not None):
+def check_complete(row: Row, options: argparse.Namespace) -> None:
+    """Refuse a sample without a field that no option gives, or with several columns that have a name of it."""
+    record = row.record
+    wanted = list(REQUIRED if row.is_of_policy else REQUIRED_OF_ALL)
+    if options.old_logprobs and (row.is_of_policy or record.get("old_logprobs") is not None):
         wanted = ["rollout_logprobs", *(name for name in wanted if name != "old_logprobs")]
     given = {
         "advantage": options.advantage,
@@ -91,40 +92,38 @@ def check_complete(record: Mapping, where: str, options: argparse.Namespace, unu
     missing = [name for name in wanted if record.get(name) is None and not given.get(name)]
     if half := [name for name in PAIR if name in record]:
         missing = [*({*PAIR} - {*half}), *(name for name in missing if name not in ("tokens", "response_length"))]
-    unclear = [name for name in COLUMNS.keys() - columns_of(options).keys() if len(_alike(name, unused)) > 1]
+    unclear = [name for name in COLUMNS.keys() - columns_of(options).keys() if len(_alike(name, row)) > 1]
     if missing := list(dict.fromkeys([*missing, *sorted(unclear)])):
-        raise missing_fields(missing, record, where, options, unused)
+        raise missing_fields(missing, row, options)
 
 
-def _alike(field: str, unused: Sequence[str]) -> list[str]:
+def _alike(field: str, row: Row) -> list[str]:
     """The unused columns with a name of this field."""
-    return [name for name in COLUMNS[field] if name in unused]
+    return [name for name in COLUMNS[field] if name in row.unused]
 
 
-def missing_fields(
-    fields: Sequence[str], record: Mapping, where: str, options: argparse.Namespace, unused: Sequence[str] = ()
-) -> InputError:
-    """The error that lists missing fields and every way to give them; arguments as for `check_complete`."""
+def missing_fields(fields: Sequence[str], row: Row, options: argparse.Namespace) -> InputError:
+    """The error that lists missing fields and every way to give them."""
     chosen = columns_of(options)
     names = [
         f"{field} (no value in column {printable(chosen[field])})" if field in chosen else field for field in fields
     ]
-    there = f" Unused columns: {names_of(unused)}." if unused else ""
-    ways = "; ".join(_ways(field, record, options, unused) for field in fields)
-    meant = "".join(f" --column {field}={printable(name)}" for field, name in _meant(fields, unused).items())
+    there = f" Unused columns: {names_of(row.unused)}." if row.unused else ""
+    ways = "; ".join(_ways(field, row, options) for field in fields)
+    meant = "".join(f" --column {field}={printable(name)}" for field, name in _meant(fields, row.unused).items())
     hint = f" Did you mean{meant}?" if meant else ""
-    return InputError(f"{where}: missing {', '.join(names)}.{there} Give {ways}.{hint}")
+    return InputError(f"{row.where}: missing {', '.join(names)}.{there} Give {ways}.{hint}")
 
 
-def _ways(field: str, record: Mapping, options: argparse.Namespace, unused: Sequence[str]) -> str:
+def _ways(field: str, row: Row, options: argparse.Namespace) -> str:
     """The ways to give a field: its column, or an option of the format."""
     ways, has_columns = [], "column" in FORMATS[options.format]
     if has_columns:
-        alike = _alike(field, unused)
+        alike = _alike(field, row)
         ways = [f"--column {field}={name}" for name in (alike if len(alike) > 1 else ["NAME"])]
         ways += ["--column prompt_ids=NAME --column response_ids=NAME"] * (field == "tokens")
     for option, text in _OPTIONS.get(field, {}).items():
-        is_there = option != "old_logprobs" or has_columns or record.get("rollout_logprobs") is not None
+        is_there = option != "old_logprobs" or has_columns or row.record.get("rollout_logprobs") is not None
         if option in FORMATS[options.format] and is_there:
             ways.append(text)
     return " or ".join(ways) or f"a dump with {field}"
@@ -140,9 +139,9 @@ def _meant(fields: Sequence[str], unused: Sequence[str]) -> dict[str, str]:
     return meant
 
 
-def misspelled_columns(lines: Iterable[tuple[Mapping, tuple[str, ...]]]) -> dict[str, str]:
+def misspelled_columns(rows: Iterable[Row]) -> dict[str, str]:
     """Column that becomes an x_ field -> the field that it resembles, from lines without that field."""
-    kinds = {(tuple(name for name in FIELDS if record.get(name) is None), unused) for record, unused in lines}
+    kinds = {(tuple(name for name in FIELDS if row.record.get(name) is None), row.unused) for row in rows}
     pairs = [pair for absent, unused in kinds for pair in _meant(absent, unused).items()]
     return {column: field for field, column in pairs if field in FIELDS}
 

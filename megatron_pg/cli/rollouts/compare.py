@@ -6,8 +6,7 @@ ratio: the gradient mass of a token is w·|A|. Weights come from `plan_step`, as
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -36,28 +35,17 @@ class Row(NamedTuple):
     magnitude: float  # Σ |A|
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(NamedTuple):
     """The file under one aggregation."""
 
-    loss: float | None  # mean over the steps of Σ w·(-A); None if its scale is not given
+    facts: dict[str, float | None]  # what is printed; loss and gradient mass are None if their scale is not given
     masses: list[float]  # Σ w·|A| of each sample
-    ess: float  # (Σ w)² / (T·Σ w²), mean over the steps
-    heaviest: float  # T·max w / Σ w, largest of the steps
-
-
-class Tally(NamedTuple):
-    """One sample's tokens of one term."""
-
-    step: int
-    rollout_id: Id
-    trained: int
 
 
 _MODES = tuple(name for name in AGGREGATIONS if not is_by_turn(name))
 _LARGEST = 2.0**128 - 2.0**104  # float32
 Comparisons = Mapping[str, Comparison]  # by aggregation
-Tallies = dict[str, list[Tally]]  # by loss term
+Tallies = dict[str, dict[str, Any]]  # by loss term: its samples, rollouts and trained tokens
 Unit = dict[str, Any]  # a part of the file: its name, samples, trained tokens, and share of every aggregation's mass
 
 
@@ -99,19 +87,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def digest_rollouts(path: str | Path) -> tuple[list[Row], Tallies]:
-    """The objective's samples of a rollout file, and tallies of each loss term; one sample at a time is in memory.
-
-    Raises:
-        RolloutFileError: `read_rollouts` refuses the file; the message is the same.
-    """
+    """The objective's samples of a rollout file, and tallies of each loss term; one sample at a time is in memory."""
     tallies: Tallies = {}
     rows = []
     for sample in read_samples(path):
         ids = cast(tuple[int, Id, Id], (sample.step, sample.prompt_id, sample.rollout_id))  # never None in a file
-        for term in (sample.term, *sample.masks):
-            trained = sample.mask_of(term)
-            tally = Tally(ids[0], ids[2], 0 if trained is None else int(trained.sum()))
-            tallies.setdefault(term, []).append(tally)
+        for term, mask in {sample.term: sample.loss_mask, **sample.masks}.items():
+            tally = tallies.setdefault(term, {"samples": 0, "rollouts": set(), "trained_tokens": 0})
+            tally["samples"] += 1
+            tally["rollouts"].add((sample.step, sample.rollout_id))
+            tally["trained_tokens"] += int(mask.sum())
         if sample.term != POLICY or sample.advantages is None:
             continue
         if sample.token_weights is not None:
@@ -134,11 +119,7 @@ def read_samples(path: str | Path) -> Iterator["Sample"]:
 
 
 def compare(rows: Sequence[Row], divisor: float | None, path: str) -> dict[str, Comparison]:
-    """Every aggregation on the file's steps.
-
-    Raises:
-        InputError: a prompt group or rollout is in two steps, a step cannot be planned, or an advantage is too large.
-    """
+    """Every aggregation on the file's steps, which must be whole."""
     from megatron_pg.batch import check_boundaries  # imports torch
 
     if large := next((row for row in rows if not row.magnitude <= _LARGEST), None):
@@ -162,7 +143,7 @@ def _compare_one(
     masses, losses, ess, heaviest = [0.0] * len(rows), [], [], []
     for step, indices in steps.items():
         inside = [rows[i] for i in indices]
-        weights = [1 / d for d in _denominators(inside, mode, divisor, f"{path}: step {step}")]
+        weights = _weights(inside, mode, divisor, f"{path}: step {step}")
         trained = [(w, row.trained) for w, row in zip(weights, inside, strict=True) if row.trained]
         total, tokens = math.fsum(w * n for w, n in trained), sum(n for _, n in trained)
         losses.append(math.fsum(-w * row.advantage for w, row in zip(weights, inside, strict=True)))
@@ -171,10 +152,16 @@ def _compare_one(
         for i, w in zip(indices, weights, strict=True):
             masses[i] = w * rows[i].magnitude
     has_scale = mode != "constant" or divisor is not None
-    return Comparison(fmean(losses) if has_scale else None, masses, fmean(ess), max(heaviest))
+    facts = {
+        "loss": fmean(losses) if has_scale else None,  # mean over the steps of Σ w·(-A)
+        "gradient_mass": math.fsum(masses) if has_scale else None,
+        "aggregation_ess": fmean(ess),  # mean over the steps of (Σ w)² / (T·Σ w²)
+        "heaviest_token": max(heaviest),  # T·max w / Σ w
+    }
+    return Comparison(facts, masses)
 
 
-def _denominators(rows: Sequence[Row], mode: str, divisor: float | None, where: str) -> list[float]:
+def _weights(rows: Sequence[Row], mode: str, divisor: float | None, where: str) -> list[float]:
     from megatron_pg.plan.plan import plan_step  # imports torch
 
     try:
@@ -187,7 +174,7 @@ def _denominators(rows: Sequence[Row], mode: str, divisor: float | None, where: 
         )
     except ValueError as error:
         raise InputError(f"{where}: {error}") from error
-    return plan.denominators.tolist()
+    return [1 / d for d in plan.denominators.tolist()]
 
 
 # --- shares ---
@@ -197,16 +184,12 @@ def by_term(tallies: Tallies) -> list[dict[str, Any]]:
     """Counts of each loss term, the objective first; empty without further terms."""
     if len(tallies) < 2:
         return []
-    trained = {name: sum(tally.trained for tally in of_term) for name, of_term in tallies.items()}
-    total = sum(trained.values())
+    total = sum(tally["trained_tokens"] for tally in tallies.values())
     return [
-        {
-            "term": name,
-            "samples": len(tallies[name]),
-            "rollouts": len({(tally.step, tally.rollout_id) for tally in tallies[name]}),
-            "trained_tokens": trained[name],
-            "share": trained[name] / total if total else None,
-        }
+        {"term": name}
+        | tallies[name]
+        | {"rollouts": len(tallies[name]["rollouts"])}
+        | {"share": tallies[name]["trained_tokens"] / total if total else None}
         for name in sorted(tallies, key=lambda name: (name != POLICY, name))
     ]
 
@@ -214,40 +197,38 @@ def by_term(tallies: Tallies) -> list[dict[str, Any]]:
 def by_length(rows: Sequence[Row], comparisons: Comparisons) -> list[Unit]:
     """By response length, in powers of two."""
     exponents = [row.length.bit_length() - 1 for row in rows]  # 2^e <= length < 2^(e+1)
-    names = {e: f"{2**e}" if e == 0 else f"{2**e}-{2 ** (e + 1) - 1}" for e in sorted(set(exponents))}
-    return _units(rows, comparisons, "length", names, exponents)
+    units = _units(rows, comparisons, exponents)
+    names = {e: f"{2**e}-{2 ** (e + 1) - 1}" if e else "1" for e in sorted(units)}
+    return [{"length": name} | units[e] for e, name in names.items()]
 
 
 def by_prompt(rows: Sequence[Row], comparisons: Comparisons) -> list[Unit]:
     """By prompt, in the order of the file."""
-    prompts = [row.prompt_id for row in rows]
-    return _units(rows, comparisons, "prompt_id", {prompt: str(prompt) for prompt in prompts}, prompts)
+    units = _units(rows, comparisons, [row.prompt_id for row in rows])
+    return [{"prompt_id": str(prompt)} | unit for prompt, unit in units.items()]
 
 
-def _units(
-    rows: Sequence[Row], comparisons: Comparisons, kind: str, names: Mapping[Any, str], of_row: Sequence
-) -> list[Unit]:
-    indices_of: dict[Any, list[int]] = {unit: [] for unit in names}
-    for i, unit in enumerate(of_row):
-        indices_of[unit].append(i)
-    totals = {mode: math.fsum(comparison.masses) for mode, comparison in comparisons.items()}  # 0 if all advantages are
-
-    def share(mode: str, inside: list[int]) -> float | None:
-        masses, total = comparisons[mode].masses, totals[mode]
-        return math.fsum(masses[i] for i in inside) / total if total else None
-
-    return [
-        {kind: names[unit], "samples": len(inside), "trained_tokens": sum(rows[i].trained for i in inside)}
-        | {"share": {mode: share(mode, inside) for mode in comparisons}}
-        for unit, inside in indices_of.items()
-    ]
+def _units(rows: Sequence[Row], comparisons: Comparisons, keys: Sequence[Hashable]) -> dict[Any, Unit]:
+    """The rows of each key, as one unit without a name."""
+    units: dict[Any, Unit] = {}
+    for key, row in zip(keys, rows, strict=True):
+        unit = units.setdefault(key, {"samples": 0, "trained_tokens": 0, "share": {}})
+        unit["samples"] += 1
+        unit["trained_tokens"] += row.trained
+    for mode, comparison in comparisons.items():
+        masses: dict[Any, list[float]] = {key: [] for key in units}
+        for key, mass in zip(keys, comparison.masses, strict=True):
+            masses[key].append(mass)
+        total = math.fsum(comparison.masses)  # 0 if all advantages are
+        for key, unit in units.items():
+            unit["share"][mode] = math.fsum(masses[key]) / total if total else None
+    return units
 
 
-def effective(shares: Sequence[float | None]) -> float | None:
+def _effective(shares: Sequence[float | None]) -> float | None:
     """Effective number of shares: (Σ s)² / Σ s²."""
     known = [share for share in shares if share is not None]
-    squares = sum(share * share for share in known)
-    return sum(known) ** 2 / squares if squares else None
+    return sum(known) ** 2 / sum(share * share for share in known) if any(known) else None
 
 
 # --- output ---
@@ -265,13 +246,7 @@ def _document(
         "trained_tokens": sum(row.trained for row in rows),
         "divisor": options.divisor,
         "aggregations": {
-            mode: {
-                "loss": comparison.loss,
-                "gradient_mass": math.fsum(comparison.masses) if comparison.loss is not None else None,
-                "aggregation_ess": comparison.ess,
-                "heaviest_token": comparison.heaviest,
-                "effective_prompts": effective([unit["share"][mode] for unit in prompts]),
-            }
+            mode: comparison.facts | {"effective_prompts": _effective([unit["share"][mode] for unit in prompts])}
             for mode, comparison in comparisons.items()
         },
         "by_length": lengths,

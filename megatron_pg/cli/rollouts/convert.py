@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_pg.cli.rollouts.columns import FORMATS, check_complete, misspelled_columns
+from megatron_pg.cli.rollouts.columns import FORMATS, Row, check_complete, misspelled_columns
 from megatron_pg.cli.terminal import InputError, check_output, progress, say, show_json, show_path, written_whole
 from megatron_pg.rollouts.advantages import RULES, group_advantages
 from megatron_pg.rollouts.fields import FIELDS, OPTIONAL, Id, is_id, is_number
@@ -14,11 +14,9 @@ from megatron_pg.rollouts.lines import VERSIONS, RolloutWriteError
 from megatron_pg.rollouts.printable import printable, shorten
 
 if TYPE_CHECKING:
-    from megatron_pg.cli.rollouts.dumps import Row
     from megatron_pg.rollouts.sample import Sample
 
-    Dumps = Callable[[], Iterable[tuple[str, list[Row]]]]  # path and rows of each dump
-
+Dumps = Callable[[], Iterable[tuple[str, list[Row]]]]  # path and rows of each dump
 _OF_ONE_DUMP = {"slime": ("train_data",), "nemo_rl": ("step",)}  # options that describe one dump
 
 
@@ -88,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _dumps(options: argparse.Namespace) -> "Dumps":
+def _dumps(options: argparse.Namespace) -> Dumps:
     """A function that reads the dumps. --advantage calls it twice, so a single dump, or a pipe, stays in memory."""
     if not options.advantage or (len(options.dumps) > 1 and all(map(os.path.isfile, options.dumps))):
         return lambda: _read(options)
@@ -96,12 +94,8 @@ def _dumps(options: argparse.Namespace) -> "Dumps":
     return lambda: held
 
 
-def _read(options: argparse.Namespace) -> "Iterator[tuple[str, list[Row]]]":
-    """Path and rows of each dump.
-
-    Raises:
-        InputError: a dump has no sample, or an id or reward is invalid.
-    """
+def _read(options: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
+    """Path and rows of each dump, at least one, with valid ids and rewards."""
     from megatron_pg.cli.rollouts import dumps  # imports torch
 
     names = dumps.Names()
@@ -114,7 +108,7 @@ def _read(options: argparse.Namespace) -> "Iterator[tuple[str, list[Row]]]":
         yield show_path(path), rows
 
 
-def _advantages(dumps: "Dumps", options: argparse.Namespace, notes: list[str]) -> dict[tuple[Id, Id], float]:
+def _advantages(dumps: Dumps, options: argparse.Namespace, notes: list[str]) -> dict[tuple[Id, Id], float]:
     """The advantage of each rollout, by prompt and rollout, relative to its prompt group in all dumps.
 
     All samples of a prompt are in one step. With --train-data the steps are the parts of one rollout batch.
@@ -139,16 +133,12 @@ def _advantages(dumps: "Dumps", options: argparse.Namespace, notes: list[str]) -
 
 
 def _complete(
-    rows: "list[Row]", advantages: Mapping[tuple[Id, Id], float], options: argparse.Namespace
-) -> "tuple[list[Row], list[str]]":
-    """The samples of a dump with the fields that the options choose, and notes.
-
-    Raises:
-        InputError: a field is missing, and no option gives it.
-    """
+    rows: list[Row], advantages: Mapping[tuple[Id, Id], float], options: argparse.Namespace
+) -> tuple[list[Row], list[str]]:
+    """The samples of a dump with the fields that the options choose, and notes."""
     notes = [
         f"column {printable(name)} is kept as an x_ field. Did you mean --column {field}={printable(name)}?"
-        for name, field in misspelled_columns((row.record, row.unused) for row in rows).items()
+        for name, field in misspelled_columns(rows).items()
     ]
     for row in rows if options.advantage else ():
         unit = row.record["prompt_id"], row.record["rollout_id"]
@@ -162,13 +152,13 @@ def _complete(
         rows, more = _as_scheduled(rows)
         notes += more
     for row in rows:
-        check_complete(row.record, row.where, options)
+        check_complete(row, options)
         if options.old_logprobs and row.record.get("rollout_logprobs") is not None:
             row.record["old_logprobs"] = row.record["rollout_logprobs"]
     return rows, notes
 
 
-def _as_scheduled(rows: "Sequence[Row]") -> "tuple[list[Row], list[str]]":
+def _as_scheduled(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     """The rows that slime trained. A prompt group of several steps becomes one prompt per step."""
     trained, notes = [row for row in rows if row.record["step"] is not None], []
     if left := len(rows) - len(trained):
@@ -184,7 +174,7 @@ def _as_scheduled(rows: "Sequence[Row]") -> "tuple[list[Row], list[str]]":
     return trained, notes
 
 
-def _check_row(row: "Row") -> None:
+def _check_row(row: Row) -> None:
     """Check the fields that grouping by prompt and rollout reads."""
     for name in ("prompt_id", "rollout_id"):
         value = row.record[name]
@@ -197,7 +187,7 @@ def _check_row(row: "Row") -> None:
         raise InputError(f"{row.where}: its reward is {shorten(reward)}, not a finite number. Score the sample.")
 
 
-def _sample(row: "Row") -> "Sample":
+def _sample(row: Row) -> "Sample":
     """The row as a sample, with the checks of a rollout file's line."""
     from megatron_pg.rollouts.file import sample_of
     from megatron_pg.rollouts.payloads import PAYLOADS
@@ -238,7 +228,7 @@ def _check_logprobs(samples: "Sequence[Sample]", options: argparse.Namespace, sh
         )
 
 
-def _check_units(rows: "Sequence[Row]", shown: str, units: dict[tuple[str, Any], tuple[int, str]]) -> None:
+def _check_units(rows: Sequence[Row], shown: str, units: dict[tuple[str, Any], tuple[int, str]]) -> None:
     for row in rows:
         for kind in ("prompt_id", "rollout_id"):
             name, step = row.record[kind], row.record["step"]

@@ -16,32 +16,17 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_pg.cli.rollouts.columns import COLUMNS, PAIR, check_complete, columns_of, missing_fields, names_of
+from megatron_pg.cli.rollouts.columns import COLUMNS, PAIR, Row, check_complete, columns_of, missing_fields, names_of
 from megatron_pg.cli.terminal import InputError, opened, show_path
-from megatron_pg.rollouts.fields import FIELDS, POLICY, is_int, plain
+from megatron_pg.rollouts.fields import FIELDS, is_int, plain
 from megatron_pg.rollouts.lines import raw_lines, unique_keys
 from megatron_pg.rollouts.printable import printable, shorten
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sample of a dump."""
-
-    where: str  # file and sample, for messages
-    record: dict[str, Any]  # a line of the rollout file; missing fields are None or absent
-    unused: tuple[str, ...] = ()  # columns of the line that are not a field
-
-    @property
-    def is_of_policy(self) -> bool:
-        """Whether its loss mask marks tokens of the objective."""
-        return self.record.get("term") in (None, POLICY)
 
 
 class Names:
@@ -90,11 +75,7 @@ def _foreign(where: str, what: str) -> InputError:
 
 
 def read_slime(path: str, options: argparse.Namespace, _: Names) -> list[Row]:
-    """The samples of a rollout dump of slime or miles, joined with slime's training dump if --train-data gives it.
-
-    Raises:
-        InputError: the file is not such a dump, or has objects other than tensors and plain values.
-    """
+    """The samples of a rollout dump of slime or miles, joined with slime's training dump if --train-data gives it."""
     dump, shown = load_tensors(path), show_path(path)
     step, samples = _field(dump, "rollout_id", shown), _field(dump, "samples", shown)
     if not isinstance(samples, list) or not is_int(step):
@@ -121,6 +102,7 @@ def _slime_row(sample: Any, step: int, where: str, reward_key: str | None) -> Ro
     length = _integer(sample, "response_length", where)
     if mask is None or removed:
         mask = _constant_mask(0 if removed else 1, length, tokens)
+    kept = {name: _plain_list(sample.get(f"rollout_top_p_token_{name}"), where) for name in ("ids", "offsets")}
     fields = {
         "step": step,
         "prompt_id": prompt_id,
@@ -132,18 +114,11 @@ def _slime_row(sample: Any, step: int, where: str, reward_key: str | None) -> Ro
         "rollout_logprobs": _plain_list(sample.get("rollout_log_probs"), where),
         "teacher_logprobs": _plain_list(sample.get("teacher_log_probs"), where),
         "routed_experts": _nested_list(sample.get("rollout_routed_experts"), where),
-        "sampling_mask": _slime_sampling_mask(sample, where),
+        "sampling_mask": None if all(values is None for values in kept.values()) else kept,
         "x_status": status if isinstance(status, str) else shorten(status),
         "x_index": index,
     }
     return Row(where, fields)
-
-
-def _slime_sampling_mask(sample: Mapping, where: str) -> dict[str, Any] | None:
-    """The tokens that the engine kept under top-p, as concatenated ids and offsets; None if they were not recorded."""
-    columns = {"ids": "rollout_top_p_token_ids", "offsets": "rollout_top_p_token_offsets"}
-    kept = {name: _plain_list(sample.get(column), where) for name, column in columns.items()}
-    return None if all(values is None for values in kept.values()) else kept
 
 
 def _reward(reward: Any, where: str, key: str | None) -> Any:
@@ -210,11 +185,7 @@ def _steps_of(shards: Any, shown: str) -> dict[int, int]:
 
 
 def load_tensors(path: str) -> Any:
-    """The content of a `torch.save` file: tensors and plain values. Other objects are refused and never constructed.
-
-    Raises:
-        InputError: the file cannot be read, is not a `torch.save` file, or has other objects.
-    """
+    """The content of a `torch.save` file: tensors and plain values. Other objects are refused and never constructed."""
     shown = show_path(path)
     with opened(path) as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the loader warns about files that it then refuses
@@ -236,8 +207,7 @@ def load_tensors(path: str) -> Any:
 def _plain_list(values: Any, where: str) -> Any:
     """A list of numbers from a list, a tuple or a tensor; anything else as it is.
 
-    Raises:
-        InputError: a tensor without numbers, or with more of them than the file contains.
+    A tensor without numbers, or with more of them than the file contains, is refused.
     """
     if not isinstance(values, Tensor):
         return list(values) if isinstance(values, (list, tuple)) else values
@@ -256,8 +226,8 @@ def _nested_list(values: Any, where: str) -> Any:
     """Nested lists from a tensor of several dimensions; anything else as it is."""
     if not isinstance(values, Tensor):
         return values
-    flat = _plain_list(values, where)
-    return torch.tensor(flat, dtype=values.dtype).view(values.shape).tolist()
+    _plain_list(values, where)  # refuses tensors whose numbers cannot be listed
+    return values.tolist()
 
 
 # --- NeMo-RL ---
@@ -268,15 +238,12 @@ def read_nemo_rl(path: str, options: argparse.Namespace, names: Names) -> list[R
 
     A row is padded and is cut at its input length. Its response begins at the first trained token; the tokens before
     are the prompt. --group-size consecutive rows are a group, whose prompts are compared.
-
-    Raises:
-        InputError: the file is not such a file, its step or group size is unknown, or a group has two prompts.
     """
     shown, size, step = show_path(path), options.group_size, options.step
     if step is None and (named := re.search(r"train_data_step(\d{1,18})\.jsonl$", str(path))):
         step = int(named.group(1))
     if missing := [name for name, value in (("step", step), ("prompt_id", size)) if value is None]:
-        raise missing_fields(missing, {}, shown, options)
+        raise missing_fields(missing, Row(shown, {}), options)
     rows = [
         Row(where, {"step": step, "rollout_id": f"{step}/{i}"} | _nemo_rl_fields(record, where))
         for i, (record, where) in enumerate(_json_lines(path))
@@ -328,9 +295,6 @@ def read_jsonl(path: str, options: argparse.Namespace, names: Names) -> list[Row
 
     A line without a rollout_id is a separate rollout. verl: without a uid, samples of a step with equal `input` share a
     prompt. Columns that are not a field become x_ fields.
-
-    Raises:
-        InputError: a column is missing, ambiguous or contradicts an option.
     """
     chosen = columns_of(options)
     absent = set(chosen.values())
@@ -350,9 +314,9 @@ def read_jsonl(path: str, options: argparse.Namespace, names: Names) -> list[Row
             fields["loss_mask"] = _constant_mask(1, _integer(fields, "response_length", where), fields.get("tokens"))
         if options.format == "verl" and "prompt_id" not in fields and "input" in record:
             fields["prompt_id"] = names.prompt(fields.get("step"), f"{record['input']}")
-        check_complete(fields, where, options, unused)
-        fields.setdefault("rollout_id", names.rollout(fields["step"]))
         rows.append(Row(where, fields, tuple(unused)))
+        check_complete(rows[-1], options)
+        fields.setdefault("rollout_id", names.rollout(fields["step"]))
     if rows and absent:
         first = printable(next(f"{field}={name}" for field, name in chosen.items() if name in absent))
         raise InputError(

@@ -67,12 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_gap(paths: Sequence[str], by: Sequence[str] = ()) -> Gap:
-    """The trained tokens of all files.
-
-    Raises:
-        RolloutFileError: `read_rollouts` refuses a file; the message is the same.
-        InputError: a file is given twice, has nothing to compare, or lacks a field of `by`.
-    """
+    """The trained tokens of all files; `by` names further fields that divide them into groups."""
     absolute = [Path(path).absolute() for path in paths]
     if again := [path for i, path in enumerate(paths) if absolute[i] in absolute[:i]]:
         raise InputError(f"{show_path(again[0])}: is given twice. Give every file once.")

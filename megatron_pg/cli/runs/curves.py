@@ -78,11 +78,7 @@ def read_runs(paths: Sequence[str]) -> dict[str, Run]:
 
 
 def read_run(path: Path) -> Run:
-    """Every metric of a metrics file, by step; a value that was not finite is left out.
-
-    Raises:
-        InputError: the file cannot be read, has no step, or a line is not the record of a step.
-    """
+    """Every metric of a metrics file, by step; a value that was not finite is left out."""
     shown, run, size = show_path(path), Run(path=path), 0
     with opened(path) as file, progress(f"reading {shown}", path.stat().st_size) as update:
         for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE + 1), b""), start=1):

@@ -19,11 +19,7 @@ def add_picture_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_picture(options: argparse.Namespace) -> None:
-    """Refuse a picture that cannot be made, before any work is done.
-
-    Raises:
-        InputError: the suffix is unknown, the path cannot be written, or matplotlib is missing.
-    """
+    """Refuse a picture that cannot be made, before any work is done."""
     if not options.output:
         return
     if Path(options.output).suffix.lower() not in SUFFIXES:

@@ -5,18 +5,8 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from megatron_pg.cli.runs.curves import (
-    Curve,
-    Curves,
-    add_run_options,
-    constant_range,
-    metrics_of,
-    read_runs,
-    requested_metrics,
-    rounding_noise,
-    smoothed,
-    typical_range,
-)
+from megatron_pg.cli.runs import curves
+from megatron_pg.cli.runs.curves import Curve, Run
 from megatron_pg.cli.runs.pictures import add_picture_options, check_picture, picture
 from megatron_pg.cli.terminal import InputError, say, show_json, table
 from megatron_pg.metrics.reporting import CONSOLE
@@ -30,7 +20,7 @@ Line = dict[str, list]  # a run's metric as it is shown: "iterations", "values",
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `plot`."""
-    add_run_options(parser, metrics=f"{', '.join(SHOWN)}, if a run has them", smooth=0.0)
+    curves.add_run_options(parser, metrics=f"{', '.join(SHOWN)}, if a run has them", smooth=0.0)
     axis = "x axis: optimizer steps (default), or tokens trained since the first line of the file"
     parser.add_argument("--x", choices=("step", "tokens"), default="step", help=axis)
     add_picture_options(parser)
@@ -39,15 +29,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the curves and draw them."""
     check_picture(options)
-    runs = read_runs(options.runs)
-    known = metrics_of(runs)
+    runs = curves.read_runs(options.runs)
+    known = curves.metrics_of(runs)
     if options.metrics is None:
         names = [name for name in SHOWN if name in known] or known[:8]
     else:
-        names = requested_metrics(options.metrics, runs)
+        names = curves.requested_metrics(options.metrics, runs)
     lines: dict[str, dict[str, Line]] = {name: {} for name in names}
     for label, one_run in runs.items():
-        tokens = _tokens(label, one_run.curves) if options.x == "tokens" else None
+        tokens = _tokens(label, one_run) if options.x == "tokens" else None
         for name in names:
             lines[name][label] = _line(one_run.curves.get(name, {}), tokens, options.smooth)
     if options.output:
@@ -59,14 +49,14 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tokens(label: str, curves: Curves) -> dict[int, int]:
+def _tokens(label: str, run: Run) -> dict[int, int]:
     """The tokens that a run has trained after each step."""
-    steps, tokens = sorted({step for curve in curves.values() for step in curve}), curves.get("num_tokens", {})
-    if missing := [step for step in steps if step not in tokens]:
-        has_terms = any(name.endswith("/num_tokens") for name in curves)
+    tokens = run.curves.get("num_tokens", {})
+    if missing := [step for step in run.steps if step not in tokens]:
+        has_terms = any(name.endswith("/num_tokens") for name in run.curves)
         why = "the run does not train the policy loss" if has_terms else "--pg-metrics none leaves it out"
         raise InputError(f"--x tokens: {label} has no num_tokens at step {missing[0]} ({why}). Use --x step.")
-    return dict(zip(steps, itertools.accumulate(round(tokens[step]) for step in steps), strict=True))
+    return dict(zip(run.steps, itertools.accumulate(round(tokens[step]) for step in run.steps), strict=True))
 
 
 def _line(curve: Curve, tokens: Mapping[int, int] | None, weight: float) -> Line:
@@ -74,7 +64,7 @@ def _line(curve: Curve, tokens: Mapping[int, int] | None, weight: float) -> Line
     if tokens is not None:
         line["tokens"] = [tokens[step] for step in curve]
     if weight:
-        line["smoothed"] = smoothed(line["values"], weight)
+        line["smoothed"] = curves.smoothed(line["values"], weight)
     return line
 
 
@@ -110,7 +100,7 @@ def small_curve(at: Sequence[int], values: Sequence[float], name: str = "", widt
         parts.setdefault(min((x - at[0]) * count // length, count - 1), []).append(value)
     means = [math.fsum(part) / len(part) for part in parts.values()]
     low, span = min(means), max(means) - min(means)
-    if span <= rounding_noise(name, means):
+    if span <= curves.rounding_noise(name, means):
         return _BARS[3] * len(means)
     return "".join(_BARS[round((mean - low) / span * (len(_BARS) - 1))] for mean in means)
 
@@ -135,7 +125,7 @@ def _draw(lines: Mapping[str, Mapping[str, Line]], changes: Sequence[int], optio
             values = [value for line in lines[name].values() for value in line["values"]] or [0.0]  # none was finite
             for step in changes if options.x == "step" else ():
                 axis.axvline(step, color="grey", linestyle="--", linewidth=0.8)
-            if limits := constant_range(name, values, margin=0.05) or typical_range(values):
+            if limits := curves.constant_range(name, values, margin=0.05) or curves.typical_range(values):
                 axis.set_ylim(*limits)
             axis.set_title(printable(name), fontsize=10)
             axis.ticklabel_format(axis="y", useOffset=False)

@@ -80,18 +80,17 @@ def _page(options: argparse.Namespace) -> Callable[..., str]:
 
 def red_flags(label: str, run: Run) -> list[dict[str, Any]]:
     """The limits that a run exceeded, and its metrics that were not finite."""
-    flags = []
+    flags: list[tuple] = []
     for name, limit in LIMITS.items():
         curve = run.curves.get(name, {})
         if beyond := {step: value for step, value in curve.items() if limit.is_exceeded(value, step)}:
             worst = max(beyond.values(), key=lambda value: max(value - limit.high, limit.low - value))
-            flag = {"run": label, "metric": name, "red_flag": limit.bounds, "steps": list(beyond), "of": len(curve)}
-            flags.append(flag | {"worst": worst, "cause": limit.cause})
+            flags.append((name, limit.bounds, list(beyond), len(curve), worst, limit.cause))
     for name, steps in run.nonfinite.items():
-        flag = {"run": label, "metric": name, "red_flag": "not finite", "steps": steps}
         cause = "the metrics file names the ranks that it came from"
-        flags.append(flag | {"of": len(run.curves[name]) + len(steps), "worst": None, "cause": cause})
-    return flags
+        flags.append((name, "not finite", steps, len(run.curves[name]) + len(steps), None, cause))
+    names = ("run", "metric", "red_flag", "steps", "of", "worst", "cause")
+    return [dict(zip(names, (label, *flag), strict=True)) for flag in flags]
 
 
 def _cells(flag: Mapping[str, Any]) -> tuple[str, ...]:

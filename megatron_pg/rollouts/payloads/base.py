@@ -8,7 +8,7 @@ of the logits on a rank.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -17,23 +17,6 @@ from torch import Tensor
 from megatron_pg.rollouts.printable import shorten
 
 Record = TypeVar("Record")
-
-
-class Tokens(Protocol):
-    """What a check reads of the `Sample` that carries the payload."""
-
-    tokens: Tensor  # [n]
-    loss_mask: Tensor  # [R]
-    term: str
-    sample_id: str
-
-    @property
-    def response_length(self) -> int:
-        """R."""
-
-    @property
-    def trained(self) -> Tensor:
-        """[R] bool, the tokens that any loss term trains."""
 
 
 class Layout(NamedTuple):
@@ -73,11 +56,7 @@ class Payload(ABC, Generic[Record]):
     form: ClassVar[str]  # what a value must be, as the message of `of` ends
 
     def of(self, values: Any, label: str) -> Record:
-        """A sample's record from any form that users and engines give it; tensors and arrays are copied.
-
-        Raises:
-            ValueError: `values` has none of these forms.
-        """
+        """A sample's record from any form that users and engines give it; tensors and arrays are copied."""
         try:
             return self.parse(values)
         except Exception:  # any conversion failure gets the one message below
@@ -89,27 +68,20 @@ class Payload(ABC, Generic[Record]):
         """The record, or any exception."""
 
     @abstractmethod
-    def check(self, record: Any, sample: Tokens) -> None:
-        """Refuse a record with wrong shapes or dtypes, or wrong values at tokens that are trained.
-
-        Raises:
-            ValueError: for the first of them.
-        """
+    def check(self, record: Any, sample: Any) -> None:
+        """Raise ValueError for wrong shapes or dtypes, or wrong values at tokens that the `Sample` trains."""
 
     def check_read(self, record: Any, mask: Tensor, sample_id: str, flag: str) -> None:  # optional
-        """Refuse a record that lacks what the loss term of a flag needs at its tokens [R].
-
-        Raises:
-            ValueError: for the first such token.
-        """
+        """Raise ValueError for a record that lacks what the loss term of a flag needs at its tokens [R]."""
 
     @abstractmethod
     def to_json(self, record: Record) -> Any:
         """The record as the rollout file contains it."""
 
-    @abstractmethod
-    def tensors(self, record: Record) -> tuple[Tensor, ...]:
-        """Everything in the record, for digests."""
+    def tensors(self, record: Any) -> list[Tensor]:
+        """The bytes of everything in the record, for digests."""
+        parts = [record] if isinstance(record, Tensor) else [getattr(record, field.name) for field in fields(record)]
+        return [part.contiguous().view(torch.uint8) for part in parts]  # numpy has no bfloat16
 
     def rows(self, records: Sequence[Record | None], layout: Layout, is_read: Tensor) -> Rows | None:
         """The payload at the rows of a rank.

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_pg.rollouts.payloads.base import Payload, Tokens, integers, is_plain, shown
+from megatron_pg.rollouts.payloads.base import Payload, integers, is_plain, shown
 
 
 class RoutedExperts(Payload[Tensor]):
@@ -21,7 +21,7 @@ class RoutedExperts(Payload[Tensor]):
         """From nested lists, an array or a tensor of integers."""
         return torch.from_numpy(integers(values if isinstance(values, Tensor) else np.array(values)))
 
-    def check(self, record: Any, sample: Tokens) -> None:
+    def check(self, record: Any, sample: Any) -> None:
         """Raise ValueError for other shapes, negative numbers, and an expert that a token has twice."""
         label, num_tokens = f"{self.name} of sample {sample.sample_id}", len(sample.tokens)
         if not is_plain(record, 3, torch.int32):
@@ -48,7 +48,3 @@ class RoutedExperts(Payload[Tensor]):
     def to_json(self, record: Tensor) -> list:
         """A list per token of lists per layer."""
         return record.tolist()
-
-    def tensors(self, record: Tensor) -> tuple[Tensor, ...]:
-        """The numbers."""
-        return (record,)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.rollouts.fields import is_int
-from megatron_pg.rollouts.payloads.base import Layout, Payload, Rows, Tokens, first_trained, is_plain
+from megatron_pg.rollouts.payloads.base import Layout, Payload, Rows, first_trained, is_plain
 
 _NUMBERS = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # by their names in the file
 
@@ -49,7 +49,7 @@ class HiddenStates(Payload[Tensor]):
         dtype = torch.bfloat16 if values.dtype == torch.bfloat16 else torch.float32
         return values.detach().to("cpu", dtype, copy=True).contiguous()
 
-    def check(self, record: Any, sample: Tokens) -> None:
+    def check(self, record: Any, sample: Any) -> None:
         """Raise ValueError for other shapes or dtypes, and for a trained token with a number that is not finite."""
         label = f"{self.name} of sample {sample.sample_id}"
         if not is_plain(record, 2, *_NUMBERS.values()):
@@ -74,10 +74,6 @@ class HiddenStates(Payload[Tensor]):
         bits = record.contiguous().view(torch.int16 if name == "bfloat16" else torch.int32).numpy()
         content = base64.b64encode(bits.astype(bits.dtype.newbyteorder("<")).tobytes())
         return {"width": record.shape[1], name: content.decode("ascii")}
-
-    def tensors(self, record: Tensor) -> tuple[Tensor, ...]:
-        """The states' bytes: numpy has no bfloat16."""
-        return (record.contiguous().view(torch.uint8),)
 
     def rows(self, records: Sequence[Tensor | None], layout: Layout, is_read: Tensor) -> TeacherStates:
         """The states of the rows at which a term reads them; all states are as large as the activations."""

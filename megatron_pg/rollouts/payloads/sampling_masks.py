@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.rollouts.fields import POLICY, is_int
-from megatron_pg.rollouts.payloads.base import Layout, Payload, Rows, Tokens, first_trained, integers, is_plain
+from megatron_pg.rollouts.payloads.base import Layout, Payload, Rows, first_trained, integers, is_plain
 
 _IDS = ("ids", "token_ids")  # ours, and vLLM's
 
@@ -102,7 +102,7 @@ class SampledTokens(Payload[RecordedMask]):
             ids, offsets = [token for row in rows for token in row], np.cumsum([0, *map(len, rows)])
         return RecordedMask(ids=_vector(ids, np.int32), offsets=_vector(offsets, np.int64))
 
-    def check(self, record: Any, sample: Tokens) -> None:
+    def check(self, record: Any, sample: Any) -> None:
         """Raise ValueError for other shapes or dtypes, and for a token of the objective with wrong ids."""
         label = f"{self.name} of sample {sample.sample_id}"
         is_record = isinstance(record, RecordedMask) and is_plain(record.ids, 1, torch.int32)
@@ -124,10 +124,6 @@ class SampledTokens(Payload[RecordedMask]):
     def to_json(self, record: RecordedMask) -> dict[str, list[int]]:
         """Ids and offsets."""
         return record.lists()
-
-    def tensors(self, record: RecordedMask) -> tuple[Tensor, ...]:
-        """Ids and offsets."""
-        return record.ids, record.offsets
 
     def rows(self, records: Sequence[RecordedMask | None], layout: Layout, is_read: Tensor) -> SamplingMask | None:
         """Rows at which no term reads it have the whole vocabulary; None if all rows do."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_pg.rollouts.payloads.base import Layout, Payload, Rows, Tokens, first_trained, integers, is_plain
+from megatron_pg.rollouts.payloads.base import Layout, Payload, Rows, first_trained, integers, is_plain
 
 MOST_IDS = 512  # of a token
 ABSENT = -1  # fills the row of a token that has fewer ids than another
@@ -66,7 +66,7 @@ class TopKTokens(Payload[TokenSets]):
             raise TypeError
         return TokenSets(ids=torch.from_numpy(integers(ids)), logprobs=torch.from_numpy(logprobs.astype(np.float32)))
 
-    def check(self, record: Any, sample: Tokens) -> None:
+    def check(self, record: Any, sample: Any) -> None:
         """Raise ValueError for other shapes or dtypes, and for a trained token with wrong ids or log-probabilities."""
         label = f"{self.name} of sample {sample.sample_id}"
         is_sets = isinstance(record, TokenSets) and is_plain(record.ids, 2, torch.int32)
@@ -104,10 +104,6 @@ class TopKTokens(Payload[TokenSets]):
         logprobs = torch.where(torch.isfinite(record.logprobs), record.logprobs, 0.0)
         return TokenSets(ids=record.ids, logprobs=logprobs).lists()
 
-    def tensors(self, record: TokenSets) -> tuple[Tensor, ...]:
-        """Ids and log-probabilities."""
-        return record.ids, record.logprobs
-
     def rows(self, records: Sequence[TokenSets | None], layout: Layout, is_read: Tensor) -> TopK:
         """As wide as the widest record; no ids where a sample has none."""
         width = max((record.ids.shape[1] for record in records if record is not None), default=0) or 1
@@ -128,14 +124,12 @@ class TopKTokens(Payload[TokenSets]):
 
 def _table(rows: Any, filling: int) -> np.ndarray:
     """[R, K] from rows of any lengths, filled up."""
-    if isinstance(rows, (Tensor, np.ndarray)):
-        if isinstance(rows, Tensor):  # numpy has no bfloat16
-            rows = rows.detach().cpu()
-            rows = rows.float() if rows.dtype.is_floating_point else rows
-        array = np.asarray(rows)
-        if array.ndim != 2:
+    if isinstance(rows, Tensor):  # numpy has no bfloat16
+        rows = (rows.float() if rows.dtype.is_floating_point else rows).detach().cpu().numpy()
+    if isinstance(rows, np.ndarray):
+        if rows.ndim != 2:
             raise TypeError
-        return array
+        return rows
     width = max(map(len, rows), default=0)
     filled = [[*row, *[filling] * (width - len(row))] for row in rows]
     kinds = {type(value) for row in rows for value in row}

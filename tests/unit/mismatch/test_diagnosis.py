@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mismatch_cases import FAULTS, World, clean, faulty, of_tokens, rounded, top_k, top_p
+from mismatch_cases import FAULTS, World, clean, faulty, of_tokens, top_k, top_p
 from mismatch_table import SEEDED, cases, gap_of_drawn, language, named, outcomes
 from samples import plain_sample
 
@@ -26,9 +26,11 @@ def world() -> World:
     return World(text, parameters, sharpness=2.0, documents=64, seed=3)
 
 
-def diagnosed(world: World, **faults: str) -> dict[str, Answer]:
+def diagnosed(world: World, full: bool, **faults: str) -> dict[str, Answer]:
+    """The tests' results; in the default tier without top-k, whose test takes most of the time."""
     with torch.no_grad():
-        drawn = faulty(world, faults) if faults else clean(world)
+        drawn = faulty(world, faults)
+    drawn = drawn if full or "sampling" in faults else replace(drawn, topk=None)
     return {test.cause: test for test in diagnose(gap_of_drawn(drawn)).tests}
 
 
@@ -73,8 +75,8 @@ def logprobs(logits, tokens):
 
 @pytest.mark.proof("Mismatch: strong faults in a small GPT's rollouts are named, alone")
 @pytest.mark.parametrize("cause", SEEDED)
-def test_a_strong_fault_is_named_and_nothing_else(cause, world, evidence):
-    assert found_causes(diagnosed(world, **{cause: "strong"})) == {cause}
+def test_a_strong_fault_is_named_and_nothing_else(cause, world, full, evidence):
+    assert found_causes(diagnosed(world, full, **{cause: "strong"})) == {cause}
     evidence(cases=1)
 
 
@@ -90,11 +92,10 @@ def test_rounding_alone_is_noise(world, full, evidence):
     evidence(cases=len(seeds))
 
 
-@pytest.mark.parametrize(
-    "pair", [("shift", "temperature"), ("bfloat16_grid", "truncation"), ("template", "shift"), ("routing", "group")]
-)
-def test_two_causes_are_both_named(pair, world):
-    assert found_causes(diagnosed(world, **dict.fromkeys(pair, "strong"))) == set(pair)
+def test_two_causes_are_both_named(world, full):
+    pairs = [("template", "shift"), ("routing", "group"), ("shift", "temperature"), ("bfloat16_grid", "truncation")]
+    for pair in pairs if full else pairs[:2]:
+        assert found_causes(diagnosed(world, full, **dict.fromkeys(pair, "strong"))) == set(pair)
 
 
 @pytest.mark.proof("Mismatch: seeded faults of a GPT at three strengths, pairs and clean rollouts")
@@ -109,9 +110,9 @@ def test_the_table_of_faults(full, evidence):
     evidence(cases=len(all_outcomes))
 
 
-def test_a_quarter_of_the_rows_swapped_hides_no_temperature(world):
+def test_a_quarter_of_the_rows_swapped_hides_no_temperature(world, full):
     """Rows that fit elsewhere are moved there before other causes are tested."""
-    tests = diagnosed(world, other_samples="medium", temperature="strong")
+    tests = diagnosed(world, full, other_samples="medium", temperature="strong")
     assert found_causes(tests) == {"other_samples", "temperature"}
     assert tests["other_samples"].estimate["share"] == pytest.approx(0.25, abs=0.02)
     ratio = tests["temperature"].estimate["trainer_over_engine"]
@@ -170,11 +171,11 @@ def test_outliers_are_routing_where_they_crowd_in_documents(scattered, outcome):
     assert result.verdict == ("unexplained" if scattered else "found")
 
 
-@pytest.mark.parametrize("strength", ["weak", "medium"])
-def test_dropout_is_no_other_cause(strength, world):
+def test_dropout_is_no_other_cause(world, full):
     """It may pass unnamed, but it is never the rounding of logits or another expert."""
-    tests = diagnosed(replace(world, seed=31, noise=0.5), dropout=strength)
-    assert found_causes(tests) <= {"dropout"}
+    for strength in ("weak", "medium") if full else ("weak",):
+        tests = diagnosed(replace(world, seed=31, noise=0.5), full, dropout=strength)
+        assert found_causes(tests) <= {"dropout"}
 
 
 def test_two_swapped_rows_are_found_at_any_temperature():
@@ -193,15 +194,15 @@ def test_two_swapped_rows_are_found_at_any_temperature():
     assert alignment.other_samples(aligned, LEVEL)[0].outcome == "not found"
 
 
-@pytest.mark.parametrize("size", [0.01, 0.03, 0.1])
-def test_other_weights_of_one_age_are_no_dropout_and_no_head(size, world):
+def test_other_weights_of_one_age_are_no_dropout_and_no_head(world, full):
     """Their d repeats at the same tokens, which neither chance nor rounding does."""
-    with torch.no_grad():
-        drawn, later = clean(world), world.disturbed(size, world.generator(20))
-        moved = of_tokens(world.logits(drawn.tokens, later), drawn.tokens)
-        gap = gap_of_drawn(replace(drawn, trainer=moved))
-    assert diagnose(gap).found == []
-    assert repeats.at_pairs(gap).value > repeats.OF_WEIGHTS
+    for size in (0.01, 0.03, 0.1) if full else (0.03,):
+        with torch.no_grad():
+            drawn, later = clean(world), world.disturbed(size, world.generator(20))
+            moved = of_tokens(world.logits(drawn.tokens, later), drawn.tokens)
+            gap = gap_of_drawn(replace(drawn, trainer=moved))
+        assert diagnose(gap).found == []
+        assert repeats.at_pairs(gap).value > repeats.OF_WEIGHTS
 
 
 def test_dropout_varies_where_the_tokens_so_far_are_the_same(world):
@@ -392,8 +393,8 @@ def test_equal_sides_are_noise(values_):
     assert diagnose(gap_from(values_, values_)).verdict == "noise"
 
 
-def test_a_group_is_named_with_its_ratio(world):
-    test = diagnosed(replace(world, seed=5), group="strong")["group"]
+def test_a_group_is_named_with_its_ratio(world, full):
+    test = diagnosed(replace(world, seed=5), full, group="strong")["group"]
     (only,) = test.estimate["groups"]
     assert (only["factor"], only["group"]) in {("worker", "engine-3"), ("data_parallel_rank", 2)}
     assert only["ratio"] > 1.5
@@ -455,15 +456,6 @@ def test_columns_hold_the_trained_tokens():
     assert gap.groups == {"worker": ["e0", None], "data_parallel_rank": [None, 1], "file": ["a", "b"]}
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [({"rollout_logprobs": None}, "has no rollout_logprobs"), ({"loss_mask": [0, 0, 0]}, "no token is trained")],
-)
-def test_rollouts_with_nothing_to_compare_are_refused(bad, message):
-    with pytest.raises(ValueError, match=message):
-        gap_of([sample(**bad)])
-
-
 # --- the generator itself ---
 
 
@@ -475,11 +467,6 @@ def test_the_generator_draws_from_what_the_engine_reports(world):
     kept = (logits.softmax(-1) * torch.isfinite(top_p(0.8)(logits))).sum(-1).double()
     ratio = (of_tokens(logits, drawn.tokens) - drawn.engine).exp()
     assert float((ratio - kept).abs().max()) < 1e-4
-
-
-def test_rounding_of_the_generator_is_that_of_bfloat16():
-    drawn = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 10
-    assert torch.equal(rounded(drawn, 7), drawn.bfloat16().float())
 
 
 def test_every_cause_has_a_fault_and_words():

@@ -55,7 +55,9 @@ def drawn(
     ],
     ids=str,
 )
-def test_a_way_of_drawing_is_estimated(way, evidence):
+def test_a_way_of_drawing_is_estimated(way, full, evidence):
+    if not full and way in ({"temperature": 1.4}, {"top_p": 0.8}, {"top_k": 10}):
+        pytest.skip("runs in the full tier")
     answer = sampling(drawn(1, **way), LEVEL)
     assert answer.outcome == "found"
     assert answer.estimate["temperature"] == pytest.approx(way.get("temperature", 1.0), rel=0.06)
@@ -158,14 +160,7 @@ def answers(**outcomes: str) -> list[Answer]:
     ("engine", "trainer", "outcomes", "cause", "outcome", "says"),
     [
         ("temperature=0.8", 1.0, {"temperature": "found"}, "temperature", "found", "as the settings state"),
-        (
-            "temperature=0.5",
-            1.0,
-            {"temperature": "found"},
-            "temperature",
-            "found",
-            "the settings state 2.000, but another",
-        ),
+        ("temperature=0.5", 1.0, {"temperature": "found"}, "temperature", "found", "state 2.000, but another"),
         ("temperature=0.5", 1.0, {}, "sampling", "found", "temperatures 0.5 .engine. and 1 .trainer."),
         ("temperature=0.5", 0.5, {}, "sampling", "not found", "numbers$"),
         ("temperature=0.5", 1.0, {"temperature": "cannot tell"}, "temperature", "found", "too few to show it$"),
@@ -200,12 +195,10 @@ def test_a_truncation_that_the_trainer_replays_needs_no_trace():
         ("top_p=0", None, "above 0 and at most 1"),
         ("temperature=0", None, "temperature=0 is not a finite number above 0"),
         ("temperature=inf", None, "temperature=inf is not a finite number above 0"),
-        ("temperature=1e400", None, "temperature=1e400 is not a finite number above 0"),
         ("temperature=1_0", None, "temperature=1_0 is not a finite number above 0"),
         ("temperature=٣", None, "temperature=٣ is not a finite number above 0"),
         ("top_k=0", None, "top_k=0 is not a whole number of at least 1"),
         ("top_k=-1", None, "top_k=-1 is not a whole number of at least 1 .leave it out if it is off"),
-        ("top_k=inf", None, "top_k=inf is not a whole number of at least 1"),
         ("top_k=1e400", None, "top_k=1e400 is not a whole number of at least 1"),
         ("top_k=1.5", None, "top_k=1.5 is not a whole number of at least 1"),
         ("top_p=0.9", 1.0, "give both or none"),

@@ -66,18 +66,6 @@ def test_a_trajectory_worked_by_hand():
     assert passed.advantages[0][1] == 9.0 - 0.25 + 0.5 * passed.advantages[0][2]
 
 
-def test_with_a_lambda_of_1_the_return_is_the_discounted_sum_of_rewards_regardless_of_the_values():
-    """VAPO's critic; the policy's λ leaves the returns alone."""
-    found = gae([[0.0, 2.0, 1.0]], [[0.3, -0.1, 0.7]], [[1, 1, 1]], gamma=0.5, lam=0.3, critic_lam=1.0, next_value=0.0)
-    assert found.returns[0] == pytest.approx([1.25, 2.5, 1.0], abs=1e-15)
-
-
-def test_a_truncated_response_goes_on_with_the_critics_value():
-    ended, truncated = (gae([[0.0, 0.0]], [[0.5, 0.5]], [[1, 1]], gamma=1.0, lam=1.0, next_value=v) for v in (0.0, 0.5))
-    assert ended.advantages == [[-0.5, -0.5]]
-    assert truncated.advantages == [[0.0, 0.0]]
-
-
 def test_skipped_tokens_need_no_value_and_their_reward_belongs_to_the_step_before():
     found = gae([[0.0, 3.0, 1.0]], [[0.0, math.nan, 0.0]], [[1, 0, 1]], gamma=1.0, lam=0.0, next_value=0.0)
     assert found.advantages == [[3.0, 0.0, 1.0]]

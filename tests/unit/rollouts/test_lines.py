@@ -74,7 +74,7 @@ def test_a_file_that_cannot_be_read_is_named_without_its_control_characters(tmp_
 
 
 def test_a_field_that_is_given_twice_among_many_is_found():
-    names = [*map(str, range(100_000)), "99999"]
+    names = [*map(str, range(20_000)), "19999"]
     line = "{" + ", ".join(f'"{name}": 0' for name in names) + "}\n"  # a count for each name would take minutes
-    with pytest.raises(RolloutFileError, match="duplicate field '99999'"):
+    with pytest.raises(RolloutFileError, match="duplicate field '19999'"):
         parse_line(line.encode(), "here")

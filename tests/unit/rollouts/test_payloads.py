@@ -136,21 +136,6 @@ def test_a_line_has_one_form(name, old, new, tmp_path):
         read_rollouts(path)
 
 
-def test_version_2_calls_a_sampling_mask_support(tmp_path):
-    path = tmp_path / "r.jsonl"
-    with RolloutWriter(path, version=3) as writer:
-        writer.write([Sample.build(**FIELDS, sampling_mask=MASK)])
-    text = path.read_text()
-    path.write_text(text.replace('"version": 3', '"version": 2').replace("sampling_mask", "support"))
-    assert PAYLOADS["sampling_mask"].to_json(read_rollouts(path)[0].sampling_mask) == MASK
-    path.write_text(text.replace('"version": 3', '"version": 2'))
-    with pytest.raises(RolloutFileError, match="field 'sampling_mask' is of version 3 and the header says 2"):
-        read_rollouts(path)
-    path.write_text(text.replace("sampling_mask", "support"))
-    with pytest.raises(RolloutFileError, match=r"unknown field 'support'; did you mean sampling_mask\?"):
-        read_rollouts(path)
-
-
 def test_a_line_that_no_reader_accepts_is_not_written(tmp_path, monkeypatch):
     path, sample = tmp_path / "r.jsonl", Sample.build(**FIELDS, teacher_hidden=STATES)
     with RolloutWriter(path, version=2) as writer:
