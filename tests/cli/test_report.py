@@ -152,6 +152,16 @@ def test_names_of_a_file_are_text_on_the_page(make_run, cli, tmp_path):
     assert figures["f0"]["data"][0]["name"] == "&lt;b&gt;a"
 
 
+def test_the_first_and_the_last_prompt_of_the_conversations_are_shown(make_run, cli, tmp_path):
+    folder = make_run("a", steps(0.0, 1.0))
+    texts = [f"\n=== step {k}, prompt {k}\nWhat is <{k}>?\n--- reward 1, 2 tokens\n{k}\n" for k in range(3)]
+    (Path(folder) / "conversations.txt").write_text("".join(texts) + "x" * 9000, encoding="utf-8")
+    cli.done("report", folder, make_run("b", steps(0.0)), "--output", tmp_path / "r.html")
+    shown = re.findall(r"<pre>(.*?)</pre>", page_of(tmp_path / "r.html")[0], flags=re.DOTALL)
+    assert [text.splitlines()[1] for text in shown] == ["What is &lt;0&gt;?", "What is &lt;2&gt;?"]
+    assert len(shown[1]) < 3100
+
+
 def test_noise_is_no_signal_and_long_runs_keep_their_extremes():
     flat = figure_of("kl_new_old", {"a": {1: 1e-17, 2: 3e-17}}, {"a": ("solid", "#000")}, 0.6)
     low, high = flat.layout.yaxis.range

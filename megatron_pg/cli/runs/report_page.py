@@ -19,6 +19,7 @@ from megatron_pg.metrics.limits import LIMITS, Limit
 from megatron_pg.metrics.table import METRICS
 
 MOST_POINTS = 4000  # drawn of one curve
+MOST_CHARACTERS = 3000  # of a prompt and its answers
 _FRAME = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
 _DOCUMENTED = {metric.name: metric for metric in METRICS}
 _RED, _GREY = "#b3261e", "#8a93a2"
@@ -56,6 +57,7 @@ def page(
         if flags
         else "<p>No value is beyond a limit of docs/metrics.md.</p>",
         smoothing=f"{smoothing:g}",
+        conversations="".join(map(_conversations, runs, runs.values())),
         panels="".join(_panel(number, name) for number, name in enumerate(curves)),
         figures="{" + ",".join(f'"f{i}":{text}' for i, text in enumerate(figures)).replace("<", "\\u003c") + "}",
         version=__version__,
@@ -70,6 +72,17 @@ def _about(label: str, run: Run, color: str) -> str:
         facts.append(f"written {datetime.fromtimestamp(run.path.stat().st_mtime):%Y-%m-%d %H:%M}")
     facts += [f"{phase} from step {step:,}" for step, phase in run.phases.items()]
     return f'<p><b style="color:{color}">●</b> <b>{escape(label)}</b> {escape(", ".join(facts))}</p>'
+
+
+def _conversations(label: str, run: Run) -> str:
+    """The first and the last section of conversations.txt, which is next to the metrics: a prompt and its answers."""
+    path = run.path.with_name("conversations.txt")
+    if not path.is_file():
+        return ""
+    sections = path.read_text(encoding="utf-8", errors="replace").split("\n=== ")[1:]
+    shown = [sections[0], sections[-1]] if len(sections) > 1 else sections
+    texts = (f"<pre>{escape(text[:MOST_CHARACTERS])}</pre>" for text in shown)
+    return f"<p><b>{escape(label)}</b>, the first and the last prompt of {escape(path.name)}</p>{''.join(texts)}"
 
 
 def _cells(texts: Sequence[str]) -> str:

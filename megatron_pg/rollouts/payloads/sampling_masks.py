@@ -65,7 +65,8 @@ class RecordedMask:
     @property
     def positions(self) -> Tensor:
         """[n] int64, the response token of each id."""
-        return torch.repeat_interleave(torch.arange(len(self.offsets) - 1), self.counts)
+        # torch.repeat_interleave splits even a few tokens over all threads, which wait for each other on busy cores.
+        return torch.from_numpy(np.repeat(np.arange(len(self.offsets) - 1), self.counts.numpy()))
 
     def any_of(self, wrong: Tensor) -> Tensor:
         """[R] bool, whether one of a token's ids is wrong [n] bool."""
