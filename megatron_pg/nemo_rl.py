@@ -1,7 +1,7 @@
 """NeMo-RL: `python -m megatron_pg.nemo_rl examples/run_grpo.py …` (docs/hosts/nemo_rl.md)."""
 
 from megatron_pg.hosts.nemo_rl.launcher import PolicyGradientLossFn, install, main
-from megatron_pg.hosts.startup import run
+from megatron_pg.hosts.patching import run
 
 __all__ = ["PolicyGradientLossFn", "install", "main"]
 

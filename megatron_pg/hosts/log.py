@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping
 from operator import itemgetter
+from typing import Any
 
 from megatron_pg.metrics.advice import Advice
 from megatron_pg.metrics.file import MetricsFile
@@ -44,7 +45,7 @@ class HostLog:
         number: int | None,
         report: StepReport,
         *,
-        grad_norm: float | None,
+        grad_norm: Any,
         learning_rate: float | None,
         skipped: bool,
     ) -> None:
@@ -54,7 +55,7 @@ class HostLog:
             host_round: the host's number of the rollout or batch that the step trains; it grows.
             number: the host's own number of the step, from 0; None: the host has none.
             report: the report of the step.
-            grad_norm: norm of the gradients before they are clipped.
+            grad_norm: norm of the gradients before they are clipped, a number or a tensor; None: unknown.
             learning_rate: of the first parameter group.
             skipped: whether the optimizer skipped the step.
         """
@@ -68,7 +69,7 @@ class HostLog:
             iteration=self._iteration,
             report=report,
             learning_rate=learning_rate,
-            grad_norm=grad_norm,
+            grad_norm=None if grad_norm is None else float(grad_norm),
             skipped=skipped,
             objective=self._objective,
         )

@@ -7,10 +7,9 @@ inherited, and a different value in our options is an error.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_pg.declarations.declaration import Number
 from megatron_pg.declarations.objectives import CAP, CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT, WEIGHT_CAP
 from megatron_pg.flags.option_text import Selection
-from megatron_pg.hosts.startup import Inherited, flag_of, numbers_of
+from megatron_pg.hosts.startup import Inherited, cut_groups, flag_of, numbers_of
 
 OURS = "megatron_pg"  # the key below `loss_fn` that holds our options
 _NOT_TRUNCATED = 1e9  # above e^20, at which log-ratios are clamped
@@ -29,6 +28,13 @@ _OBJECTIVES = {  # the option that selects it: ours
     "disable_ppo_ratio": "reinforce",
     "ratio_clip_c": "dual_clip",
 }
+_NUMBERS = (  # their option, our number, and what is added
+    ("ratio_clip_min", CLIP_EPS_LOW, 0),
+    ("ratio_clip_max", CLIP_EPS_HIGH, 0),
+    ("ratio_clip_max", WEIGHT_CAP, 1),
+    ("ratio_clip_c", CAP, 0),
+)
+_AGGREGATION = {"loss_aggregation", "custom_pg_loss_reducer_function_path"}  # our arguments that set it
 _CORRECTIONS = {  # type, and whether importance weights are sequence-level: ours
     (None, False): "tis",
     ("tis", False): "tis",
@@ -59,20 +65,16 @@ def given(loss_fn: Mapping[str, Any]) -> dict[str, Any]:
 def inherited(loss_fn: Mapping[str, Any]) -> Iterator[Inherited]:
     """Values that our arguments take from their options."""
     ours = given(loss_fn)
-    if not _gives_aggregation(ours):
+    if not _AGGREGATION & ours.keys():
         mode = "token_mean" if loss_fn["token_level_loss"] else "sample_mean"
         yield Inherited("loss_fn.token_level_loss", "loss_aggregation", mode)
-    selected = next((option for option in _OBJECTIVES if loss_fn[option]), None)
-    objective = _OBJECTIVES[selected] if selected else None
-    if objective:
+    selected = next(iter(_selected(loss_fn)), None)
+    objective = ours.get("pg_objective", DEFAULT)
+    if selected:
+        objective = _OBJECTIVES[selected]
         yield Inherited(f"loss_fn.{selected}", "pg_objective", objective)
-    reads = _reads(objective, ours)
-    for option, number, plus in (
-        ("ratio_clip_min", CLIP_EPS_LOW, 0),
-        ("ratio_clip_max", CLIP_EPS_HIGH, 0),
-        ("ratio_clip_max", WEIGHT_CAP, 1),
-        ("ratio_clip_c", CAP, 0),
-    ):
+    reads = set() if ours.get("pg_custom_objective_path") else numbers_of(objective)
+    for option, number, plus in _NUMBERS:
         if number in reads and loss_fn[option] is not None:
             yield Inherited.number(f"loss_fn.{option}{' + 1' * plus}", number, plus + loss_fn[option])
     coefficient = _kl_coefficient(loss_fn)
@@ -80,31 +82,19 @@ def inherited(loss_fn: Mapping[str, Any]) -> Iterator[Inherited]:
     if coefficient and "pg_kl_estimator" not in ours:  # `refused` has the cases in which k2 is not NeMo-RL's gradient
         # NeMo-RL weighs k3 by π/sg(π): value k3 and gradient x, which is k2's
         yield Inherited("loss_fn.reference_policy_kl_type k3, by its gradient,", "pg_kl_estimator", "k2")
-    if loss_fn["use_importance_sampling_correction"]:
-        yield from _correction(loss_fn)
-
-
-def _reads(objective: str | None, ours: Mapping[str, Any]) -> set[Number]:
-    """Numbers that the objective in force reads; a custom objective reads none."""
-    if ours.get("pg_custom_objective_path"):
-        return set()
-    return numbers_of(objective or ours.get("pg_objective", DEFAULT))
-
-
-def _correction(loss_fn: Mapping[str, Any]) -> Iterator[Inherited]:
     kind = loss_fn[f"{_TIS}_type"]
     name = _CORRECTIONS.get((kind, loss_fn["sequence_level_importance_ratios"]))
-    if name is not None:
-        low, high = loss_fn[f"{_TIS}_ratio_min"], loss_fn[f"{_TIS}_ratio"]
+    if loss_fn["use_importance_sampling_correction"] and name is not None:
         option = "loss_fn.use_importance_sampling_correction"
         yield Inherited(option if kind is None else f"{option} with {kind}", "pg_correction", name)
-        lowest, highest = 0.0 if low is None else low, _NOT_TRUNCATED if kind is None else high
-        yield Inherited(f"loss_fn.{_TIS}_ratio_min", "pg_correction", lowest, option="low")
-        yield Inherited(f"loss_fn.{_TIS}_ratio", "pg_correction", highest, option="high")
+        low, high = loss_fn[f"{_TIS}_ratio_min"], _NOT_TRUNCATED if kind is None else loss_fn[f"{_TIS}_ratio"]
+        yield Inherited(f"loss_fn.{_TIS}_ratio_min", "pg_correction", 0.0 if low is None else low, option="low")
+        yield Inherited(f"loss_fn.{_TIS}_ratio", "pg_correction", high, option="high")
 
 
-def _gives_aggregation(ours: Mapping[str, Any]) -> bool:
-    return "loss_aggregation" in ours or "custom_pg_loss_reducer_function_path" in ours
+def _selected(loss_fn: Mapping[str, Any]) -> list[str]:
+    """Their options that select an objective."""
+    return [option for option in _OBJECTIVES if loss_fn[option]]
 
 
 def _kl_coefficient(loss_fn: Mapping[str, Any]) -> float:
@@ -119,7 +109,7 @@ def not_read(loss_fn: Mapping[str, Any]) -> str:
         unused.append("reference_policy_kl_type")
     if not {CLIP_EPS_LOW.attribute, CLIP_EPS_HIGH.attribute} & {flag.attribute for flag in inherited(loss_fn)}:
         unused.append("ratio_clip_min, ratio_clip_max: the objective has no such bounds")
-    if _gives_aggregation(ours):
+    if _AGGREGATION & ours.keys():
         unused.append("token_level_loss: the aggregation is given")
     return "; ".join(unused)
 
@@ -142,8 +132,7 @@ def refused(loss_fn: Mapping[str, Any], usual: Mapping[str, Any] = {}) -> Iterat
         if correction not in ("none", "tis"):
             reads = f"that --pg-correction {correction} reads. Set it to false."
             yield f"loss_fn.{ON_POLICY}=True leaves out the old log-probabilities {reads}"
-    selected = [option for option in _OBJECTIVES if loss_fn[option]]
-    if len(selected) > 1:
+    if len(selected := _selected(loss_fn)) > 1:
         yield f"loss_fn.{' and loss_fn.'.join(selected)} together have no objective here; keep one"
     kind, is_on = loss_fn[f"{_TIS}_type"], loss_fn["use_importance_sampling_correction"]
     if is_on and (kind, loss_fn["sequence_level_importance_ratios"]) not in _CORRECTIONS:
@@ -172,10 +161,8 @@ def refused_of_policy(config: Any) -> Iterator[str]:
         fix = "Set loss_fn.reference_policy_kl_penalty to 0, or policy.generation.top_k to null and top_p to 1.0."
         yield f"{cut} cuts off logits, but not those of NeMo-RL's KL term. {fix}"
     grpo = config.grpo if isinstance(config.grpo, Mapping) else vars(config.grpo)  # in v0.7.0 a dict
-    size, group = policy["train_global_batch_size"], grpo["num_generations_per_prompt"]
-    if given(loss_fn).get("loss_aggregation") == "prompt_mean" and size % group:
-        sizes = f"policy.train_global_batch_size={size} and grpo.num_generations_per_prompt={group}"
-        yield f"prompt_mean with {sizes}: a step would hold part of a prompt's samples; use a multiple"
+    sizes = policy["train_global_batch_size"], "grpo.num_generations_per_prompt=", grpo["num_generations_per_prompt"]
+    yield from cut_groups(given(loss_fn), "policy.train_global_batch_size=", *sizes)
     if (getattr(config, "data_plane", None) or {}).get("enabled"):
         yield "data_plane.enabled=true sends rows past Policy.train, where this loss plans the step; set it to false"
 

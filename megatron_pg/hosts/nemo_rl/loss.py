@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.args import ArgumentError
 from megatron_pg.batch import Sequences, TokenFields
 from megatron_pg.batch.zigzag import zigzag_index
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.hosts.nemo_rl import flags as nemo_flags
 from megatron_pg.hosts.nemo_rl.rows import COLUMN, FIELDS, SUM, fields_of, mismatch
-from megatron_pg.hosts.startup import CheckedArguments, check, check_signature
+from megatron_pg.hosts.patching import check_signatures
+from megatron_pg.hosts.startup import CheckedArguments, check, refuse
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.loss import microbatch_logprobs_loss, microbatch_loss
 
 VERSION = "NeMo-RL 7ea279ab"  # that this was run with
-_SCALING = "takes C·Σwℓ of this rank's tokens, divides by C and sums over micro-batches, packed sequences and ranks"
-_IN_THE_WORKER = "nemo_rl.models.megatron.train:LossPostProcessor"
+SCALING = "takes C·Σwℓ of this rank's tokens, divides by C and sums over micro-batches, packed sequences and ranks"
+_IN_THE_WORKER = "nemo_rl.models.megatron.train:LossPostProcessor(loss_fn, cfg, num_microbatches, cp_normalize)"
 
 
 def checked(cfg: Any, refused: Sequence[str] = ()) -> CheckedArguments:
@@ -33,17 +33,18 @@ def checked(cfg: Any, refused: Sequence[str] = ()) -> CheckedArguments:
     """
     loss_fn = cfg.model_dump()
     if missing := sorted(nemo_flags.KNOWN - loss_fn.keys()):
-        message = (
-            f"loss_fn has no {', '.join(missing)}, as in {VERSION}; use that version, or a megatron_pg that supports "
-            "yours"
-        )
-        raise ArgumentError([("E70", message)])
+        fix = "use that version, or a megatron_pg that supports yours"
+        refuse(f"loss_fn has no {', '.join(missing)}, as in {VERSION}; {fix}")
     usual = {name: field.get_default(call_default_factory=True) for name, field in type(cfg).model_fields.items()}
-    inherited, all_refused = [*nemo_flags.inherited(loss_fn)], [*nemo_flags.refused(loss_fn, usual), *refused]
-    arguments = check("NeMo-RL", nemo_flags.given(loss_fn), megatron={}, inherited=inherited, refused=all_refused)
-    return CheckedArguments(
-        arguments.args, [("NeMo-RL", _SCALING), *arguments.rows, ("without effect", nemo_flags.not_read(loss_fn))]
+    arguments = check(
+        "NeMo-RL",
+        nemo_flags.given(loss_fn),
+        megatron={},
+        inherited=nemo_flags.inherited(loss_fn),
+        refused=[*nemo_flags.refused(loss_fn, usual), *refused],
     )
+    arguments.rows.append(("without effect", nemo_flags.not_read(loss_fn)))
+    return arguments
 
 
 class PolicyGradientLossFn:
@@ -79,7 +80,7 @@ class PolicyGradientLossFn:
     @functools.cached_property
     def settings(self) -> LossSettings:
         """The settings of a worker."""
-        check_signature(VERSION, _IN_THE_WORKER, ("loss_fn", "cfg", "num_microbatches", "cp_normalize"))
+        check_signatures(VERSION, [_IN_THE_WORKER])
         return LossSettings.from_args(self.args)
 
     def __call__(

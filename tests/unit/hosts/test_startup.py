@@ -8,7 +8,8 @@ from types import ModuleType
 import pytest
 
 from megatron_pg.args import ArgumentError
-from megatron_pg.hosts.startup import Inherited, check, check_signature, start
+from megatron_pg.hosts.patching import check_signatures
+from megatron_pg.hosts.startup import Inherited, check, start
 from megatron_pg.plan.settings import LossSettings
 
 
@@ -111,7 +112,7 @@ def host(monkeypatch):
 
 
 def test_a_host_with_the_known_parameters_passes(host):
-    check_signature("host 1", "some_host:hook", ["args", "batch"])
+    assert check_signatures("host 1", ["some_host:older|some_host:hook(args, batch)"]) == "some_host:hook"
 
 
 @pytest.mark.parametrize(
@@ -124,4 +125,4 @@ def test_a_host_with_the_known_parameters_passes(host):
 )
 def test_a_host_that_has_changed_is_named(host, path, message):
     with pytest.raises(ArgumentError, match=message):
-        check_signature("host 1", path, ["batch", "args"])
+        check_signatures("host 1", [f"{path}(batch, args)"])

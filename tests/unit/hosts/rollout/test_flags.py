@@ -4,8 +4,8 @@ import pytest
 import rollout_hosts
 from host_cases import Case, refused_flags
 
+from megatron_pg import miles, slime
 from megatron_pg.args import ArgumentError
-from megatron_pg.hosts.rollout import miles, slime
 
 ANY_EPS = pytest.mark.filterwarnings("ignore::megatron_pg.args.ArgumentWarning")  # W8, about gspo's clip
 
@@ -52,7 +52,7 @@ def test_flags_of_a_sampling_mask_need_a_host_that_carries_it():
         miles.HOST.checked(arguments(pg_sampling_mask_missing="mask"))
 
 
-@pytest.mark.parametrize("name", miles._REFUSED)
+@pytest.mark.parametrize("name", miles.REFUSED)
 def test_what_miles_alone_has_is_refused_by_name(name):
     with pytest.raises(ArgumentError, match=f"--{name.replace('_', '-')}"):
         miles.HOST.checked(arguments(**{name: 2}))
