@@ -25,7 +25,6 @@ _LOOP_ARGUMENTS = {
     *("dataloader_type", "eval_interval", "eval_iters", "iterations_to_skip", "perform_rl_step", "rampup_batch_size"),
     *("decrease_batch_size_if_needed", "sft", "train_samples", "mtp_num_layers", "mtp_loss_scaling_factor"),
 }
-_CARRIED = ("old_logprobs", "ref_logprobs")  # fields that the batches of every host can contain
 _WITH_OPTIONS = ("pg_objective", "pg_correction")  # arguments of the form NAME[,option=value]…
 _PER_TOKEN = "calculate_per_token_loss"  # a host cancels Megatron's division for every aggregation
 
@@ -117,24 +116,15 @@ class CheckedArguments(NamedTuple):
 
 def check(
     host: str,
-    given: Mapping[str, Any],
+    given: Mapping[str, Any],  # our arguments by attribute; a missing one has its default
     *,
-    megatron: Mapping[str, Any],
-    inherited: Iterable[Inherited] = (),
-    refused: Iterable[str] = (),
-    carried: Collection[str] = _CARRIED,
-    names_terms: bool = False,
+    megatron: Mapping[str, Any],  # Megatron's arguments or configuration, as far as the host has them
+    inherited: Iterable[Inherited] = (),  # where our arguments are not given
+    refused: Iterable[str] = (),  # messages about flags of the host that this loss does not support
+    carried: Collection[str] = ("old_logprobs", "ref_logprobs"),  # fields of samples that its batches can contain
+    names_terms: bool = False,  # whether a sample can be of a loss term other than the objective's
 ) -> CheckedArguments:
     """Fill in the defaults and the host's values, and check every rule. Needs no GPU and no process group.
-
-    Args:
-        host: its name.
-        given: our arguments by attribute; a missing one has its default.
-        megatron: Megatron's arguments or configuration, as far as the host has them.
-        inherited: values that our arguments take from the host's flags where ours are not given.
-        refused: messages about flags of the host that this loss does not support.
-        carried: fields of the samples that its batches can contain.
-        names_terms: whether a sample can be of a loss term other than the objective's.
 
     Raises:
         ArgumentError: with every violation at once.

@@ -21,27 +21,18 @@ Lists = Sequence[Sequence[int] | Tensor]  # one for each sample
 
 
 def response_logprobs(
-    call: HeadCall,
+    call: HeadCall,  # of the output layer, with hidden states [s / C, b, H] of these samples
     settings: LossSettings,
     *,
-    tokens: Sequence[Tensor],
-    lengths: Sequence[int],
-    row_width: int | None,
-    kept: tuple[Lists, Lists] | None,
+    tokens: Sequence[Tensor],  # of whole samples
+    lengths: Sequence[int],  # response tokens of each sample
+    row_width: int | None,  # of padded rows (bshd); None: packed (thd)
+    kept: tuple[Lists, Lists] | None,  # ids that the engine could have sampled, and their offsets by response token
     with_entropy: bool,
 ) -> dict[str, list[Tensor]]:
     """`log_probs` and, on request, `entropy`: of each sample [n] nats, n response tokens on this rank.
 
     Entropies are over the whole vocabulary. Every tensor-parallel rank must call.
-
-    Args:
-        call: of the output layer, with hidden states [s / C, b, H] of these samples.
-        settings: the loss settings.
-        tokens: of whole samples.
-        lengths: response tokens of each sample.
-        row_width: of padded rows (bshd); None: packed (thd).
-        kept: ids that the engine could have sampled, and their offsets by response token; None: any id.
-        with_entropy: whether entropies are wanted.
     """
     rows, places = zip(*_places(tokens, lengths, row_width), strict=True)
     starts = torch.tensor([0, *map(len, tokens)]).cumsum(0).tolist()

@@ -47,10 +47,7 @@ class _Work(NamedTuple):
 class RolloutTrainer:
     """The loss in the training loop of one host.
 
-    Args:
-        settings: the loss settings.
-        log: on the rank that writes the steps; None elsewhere.
-        per_token: the host's --calculate-per-token-loss.
+    `log` is None on ranks that do not write the steps; `per_token` is the host's --calculate-per-token-loss.
     """
 
     def __init__(self, settings: LossSettings, log: HostLog | None, *, per_token: bool):
@@ -63,12 +60,7 @@ class RolloutTrainer:
         self._rollout: Rollout | None = None  # kept, because `_work` uses the ids of its tokens
 
     def plan(self, rollout: Rollout) -> None:
-        """Plan every optimizer step of a rollout; every rank must call.
-
-        Raises:
-            StepPlanError: on every rank of the data-parallel group.
-            HostLossError: the rollout data have a form that the adapter does not support.
-        """
+        """Plan every optimizer step of a rollout; every rank must call."""
         steps = rollout.steps()
         self._steps, self._work, self._rollout = [], {}, rollout
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
@@ -80,7 +72,7 @@ class RolloutTrainer:
         for microbatches, count in zip(steps, rollout.counts, strict=True):
             of_step = partial(_some, samples, [*chain(*microbatches)])
             on_policy = rollout.is_on_policy
-            step = HostStep.planned(self.settings, of_step, data=data, context=context, on_policy=on_policy)
+            step = HostStep(self.settings, of_step, data=data, context=context, on_policy=on_policy)
             self._steps.append(step)
             scale, first = float(count), 0
             if self._per_token:  # T̃: trained tokens of the step, at least one of each sample
@@ -93,9 +85,7 @@ class RolloutTrainer:
     def loss(self, tokens: Sequence[Tensor], logits: Tensor) -> Tensor:
         """The returned loss of a micro-batch: N·S, with the per-token flag T̃·S.
 
-        Args:
-            tokens: whole tokens of its samples, the same tensors as in the rollout data.
-            logits: [b, s, V / tp], the model's output.
+        `tokens` are whole samples, the same tensors as in the rollout data; `logits` [b, s, V / tp] the model's output.
         """
         work = self._work.get(id(tokens[0])) if len(tokens) else None
         if work is None or work.step is not self._current:

@@ -97,7 +97,7 @@ class PolicyGradientEngine(_Theirs):
         """Run verl's forward and backward; a training step is planned before, and checked and measured after."""
         if forward_only:
             return super().forward_backward_batch(data, loss_function, forward_only)
-        self._step = HostStep.planned(
+        self._step = HostStep(
             self._settings, lambda: self._samples(data, loss_function), data=self.get_data_parallel_group()
         )
         self._step.weigh(self._factors)

@@ -328,7 +328,7 @@ def modes(verl: SimpleNamespace) -> dict[str, list[float]]:
             Sample.build(tokens=[1] * (n + 1), response_length=n, loss_mask=m[:n], old_logprobs=o[:n], advantage=a[:n])
             for n, m, o, a in zip(lengths.tolist(), mask, old, advantages, strict=True)
         ]
-        step = HostStep.planned(settings, lambda samples=samples: samples, data=mine)
+        step = HostStep(settings, lambda samples=samples: samples, data=mine)
         ours = [row[:n].clone().requires_grad_() for n, row in zip(lengths.tolist(), new, strict=True)]
         local = step.slice(range(6), (lengths + 1).tolist())
         own = step.logprobs_loss(local, torch.cat([torch.nn.functional.pad(row, (0, 1)) for row in ours]))
