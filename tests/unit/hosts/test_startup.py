@@ -43,19 +43,14 @@ def test_multi_token_prediction_stays_the_hosts():
 
 
 @pytest.mark.parametrize(
-    ("given", "flag", "value"),
-    [
-        ({}, Inherited("--clip", "pg_clip_eps_low", 0.3), 0.3),
-        ({"pg_clip_eps_low": 0.3}, Inherited("--clip", "pg_clip_eps_low", 0.3), 0.3),
-        ({"pg_clip_eps_low": 0.1}, Inherited("--clip", "pg_clip_eps_low", 0.2, is_default=True), 0.1),
-        ({}, Inherited("--clip", "pg_clip_eps_low", 0.2, is_default=True), 0.2),
-    ],
+    ("ours", "theirs", "is_default", "value"),
+    [(None, 0.3, False, 0.3), (0.3, 0.3, False, 0.3), (0.1, 0.2, True, 0.1), (None, 0.2, True, 0.2)],
 )
-def test_a_flag_of_the_host_replaces_ours(given, flag, value):
-    checked = check("host", given, megatron={}, inherited=[flag])
-    assert checked.args.pg_clip_eps_low == value
-    said = [] if value == 0.1 else [("inherited", f"--clip is --pg-clip-eps-low {value}")]
-    assert checked.rows == said
+def test_a_flag_of_the_host_replaces_ours(ours, theirs, is_default, value):
+    flag = Inherited("--clip", "pg_clip_eps_low", theirs, is_default)
+    args, rows = check("host", {"pg_clip_eps_low": ours}, megatron={}, inherited=[flag])
+    assert args.pg_clip_eps_low == value
+    assert rows == ([("inherited", f"--clip is --pg-clip-eps-low {value}")] if value == theirs else [])
 
 
 def test_two_flags_of_one_loss_that_differ_are_refused():
@@ -104,17 +99,6 @@ def test_a_launcher_without_its_host_says_so_in_a_message(name, tmp_path, monkey
     assert f"does not exist (No module named '{name}" in end.value.code
 
 
-@pytest.fixture
-def host(monkeypatch):
-    module = ModuleType("some_host")
-    module.hook = lambda args, batch, more=None: None
-    monkeypatch.setitem(sys.modules, "some_host", module)
-
-
-def test_a_host_with_the_known_parameters_passes(host):
-    assert check_signatures("host 1", ["some_host:older|some_host:hook(args, batch)"]) == "some_host:hook"
-
-
 @pytest.mark.parametrize(
     ("path", "message"),
     [
@@ -123,6 +107,10 @@ def test_a_host_with_the_known_parameters_passes(host):
         ("no_such_host:hook", r"no_such_host:hook does not exist .* as in host 1"),
     ],
 )
-def test_a_host_that_has_changed_is_named(host, path, message):
+def test_a_host_that_has_changed_is_named(path, message, monkeypatch):
+    module = ModuleType("some_host")
+    module.hook = lambda args, batch, more=None: None
+    monkeypatch.setitem(sys.modules, "some_host", module)
+    assert check_signatures("host 1", ["some_host:older|some_host:hook(args, batch)"]) == "some_host:hook"
     with pytest.raises(ArgumentError, match=message):
         check_signatures("host 1", [f"{path}(batch, args)"])
