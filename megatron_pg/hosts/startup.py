@@ -180,8 +180,13 @@ def _merged(
     host: str, given: Mapping[str, Any], known: Mapping[str, Any], inherited: Iterable[Inherited]
 ) -> tuple[dict[str, Any], Rows, list[str]]:
     """Our arguments (given, inherited or default, in this order), the banner's row, and messages."""
-    messages = [_unknown_message(name, value, known) for name, value in given.items() if name not in known]
-    ours, shown = {name: given.get(name, usual) for name, usual in known.items()}, []
+    messages, shown = [], []
+    for name in [name for name in given if name not in known]:
+        if (line := replacement(name, given[name])) is not None:
+            messages.append(f"{name} is not an argument since 0.3.0. Write {line}.")
+        else:
+            messages.append(f"{name} is not an argument of megatron_pg{did_you_mean(name, known, {})}")
+    ours = {name: given.get(name, usual) for name, usual in known.items()}
     for flag in inherited:
         text = ours[flag.attribute]
         value, usual = flag.of(text), flag.of(known[flag.attribute])
@@ -193,12 +198,6 @@ def _merged(
         ours[flag.attribute] = flag.put_into(text)
         shown.append(f"{flag.host_flag} is {flag.ours}{'' if flag.option else ' '}{flag.value}")
     return ours, [("inherited", "; ".join(shown))] if shown else [], messages
-
-
-def _unknown_message(name: str, value: Any, known: Mapping[str, Any]) -> str:
-    if (line := replacement(name, value)) is not None:
-        return f"{name} is not an argument since 0.3.0. Write {line}."
-    return f"{name} is not an argument of megatron_pg{did_you_mean(name, known, {})}"
 
 
 def _by_host_flags(message: str, inherits: Iterable[Inherited]) -> str:

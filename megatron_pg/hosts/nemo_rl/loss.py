@@ -26,11 +26,7 @@ _IN_THE_WORKER = "nemo_rl.models.megatron.train:LossPostProcessor(loss_fn, cfg, 
 
 
 def checked(cfg: Any, refused: Sequence[str] = ()) -> CheckedArguments:
-    """Our arguments, from NeMo-RL's `loss_fn` and its key `megatron_pg`.
-
-    Raises:
-        ArgumentError: with every violation at once.
-    """
+    """Our arguments, from NeMo-RL's `loss_fn` and its key `megatron_pg`."""
     loss_fn = cfg.model_dump()
     if missing := sorted(nemo_flags.KNOWN - loss_fn.keys()):
         fix = "use that version, or a megatron_pg that supports yours"
@@ -86,28 +82,20 @@ class PolicyGradientLossFn:
     def __call__(
         self,
         *,
-        data: Mapping[str, Any],
-        global_valid_toks: Tensor,
-        logits: Tensor | None = None,
-        next_token_logprobs: Tensor | None = None,
+        data: Mapping[str, Any],  # whole rows, with a token's values at its own position
+        global_valid_toks: Tensor,  # [] trained tokens of the step, for NeMo-RL's metrics only
+        logits: Tensor | None = None,  # [b, s / C, V / tp], at the rollouts' temperature; b = 1 if C > 1 or packed
+        next_token_logprobs: Tensor | None = None,  # [b, s - 1] nats instead, of whole rows
         **rest: object,
     ) -> tuple[Tensor, dict[str, float]]:
         """C·S of this rank's tokens, and sums over all context-parallel ranks, every one of which must call.
 
-        Args:
-            data: whole rows, with a token's values at its own position.
-            global_valid_toks: [] trained tokens of the step, for NeMo-RL's metrics only.
-            logits: [b, s / C, V / tp], at the rollouts' temperature; b = 1 where C > 1, or sequences are packed.
-            next_token_logprobs: [b, s - 1] nats instead, of whole rows; NeMo-RL adds gradients up over context-parallel
-                ranks, and divides by C.
-            rest: not read.
+        Given log-probabilities, NeMo-RL adds gradients up over context-parallel ranks, and divides by C.
         """
         from megatron.core import parallel_state
 
-        context, tensor = (
-            group if group.size() > 1 else None
-            for group in (parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_group())
-        )
+        groups = parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_group()
+        context, tensor = (group if group.size() > 1 else None for group in groups)
         if next_token_logprobs is not None:
             context, logprobs = None, next_token_logprobs.reshape(-1)
             fields = self._fields(next_token_logprobs, data, context)

@@ -61,11 +61,7 @@ class RolloutHost:
         return [*self.signatures, passes, f"{self.logger}(args, metrics, step_key)"]
 
     def checked(self, args: argparse.Namespace) -> CheckedArguments:
-        """Our arguments, with what they inherit from the host's.
-
-        Raises:
-            ArgumentError: with every violation at once.
-        """
+        """Our arguments, with what they inherit from the host's."""
         return check(
             self.name,
             rollout_flags.given(args),

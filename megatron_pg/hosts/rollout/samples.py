@@ -63,11 +63,7 @@ class Rollout:
         return [list(islice(microbatches, count)) for count in numbers]
 
     def samples(self, context: ProcessGroup, *, needs_prompts: bool) -> list[Sample]:
-        """Its whole samples; every rank of the context-parallel group must call.
-
-        Raises:
-            ValueError: the data have no advantages, or no known prompts although they are needed.
-        """
+        """Its whole samples; every rank of the context-parallel group must call."""
         data, parts = self.data, {"old_logprobs": self.old_logprobs, **_PARTS}
         known = {name: data[key] for name, key in parts.items() if data.get(key) is not None}
         if "advantage" not in known and self.term == POLICY:
@@ -101,7 +97,7 @@ class Rollout:
             for i, index in enumerate(data["sample_indices"])
         ]
         if needs_prompts:
-            check_indices(samples)
+            _check_indices(samples)
         return samples
 
     def _whole(self, parts: Mapping[str, Sequence[Tensor]], group: ProcessGroup) -> dict[str, Sequence[Tensor]]:
@@ -124,12 +120,8 @@ class Rollout:
         return {name: row.split(responses) for name, row in zip(parts, rows.cpu(), strict=True)}
 
 
-def check_indices(samples: Sequence[Sample]) -> None:
-    """Refuse sample indices that two rollouts share, because they do not identify prompts.
-
-    Raises:
-        ValueError: for the first such index.
-    """
+def _check_indices(samples: Sequence[Sample]) -> None:
+    """Refuse sample indices that two rollouts share, because they do not identify prompts."""
     first: dict[str, object] = {}
     for sample in [sample for sample in samples if sample.prompt_id is not None]:
         if first.setdefault(sample.sample_id, sample.rollout_id) != sample.rollout_id:

@@ -46,15 +46,9 @@ _REFUSED = ("dynamic_context_parallel", "use_megatron_fsdp")  # of the engine
 
 
 def checked(engine: Any, model: Any, actor: Any | None) -> CheckedArguments:
-    """Our arguments of an engine, with what they inherit from verl's.
+    """Our arguments of an engine (McoreEngineConfig), with what they inherit from verl's.
 
-    Args:
-        engine: its McoreEngineConfig.
-        model: the model's configuration.
-        actor: the McoreActorConfig that has this engine; None: the engine makes log-probabilities only.
-
-    Raises:
-        ArgumentError: with every violation at once.
+    `actor` is the McoreActorConfig that has this engine; None: the engine makes log-probabilities only.
     """
     given = dict(engine.override_mcore_model_config.get(KEY) or {})
     inherited, refused = [], [*_refused(engine, model, given)]
