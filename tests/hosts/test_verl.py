@@ -69,7 +69,7 @@ def test_verls_own_loss_beside_ours_makes_no_jump(on_ranks, evidence):
 
 @needs_verl
 def test_verls_count_of_tokens_loses_some_under_context_parallelism_and_ours_none(on_ranks):
-    floors = {layout: on_ranks[layout]["floor"] for layout in LAYOUTS}
+    floors = {layout: on_ranks[layout]["floor"] for layout in LAYOUTS if "floor" in on_ranks[layout]}
     assert floors.pop("cp2") > 1e-3  # ours under the same flag: the cases above
     assert max(floors.values()) < LIMIT
 
