@@ -68,6 +68,9 @@ class Inherited:
         return joined(str(selected.name), {**selected.given, self.option: self.value})
 
 
+Answer = Inherited | str  # to a flag of the host; a text says why this loss does not support it
+
+
 def numbers_of(objective: Any) -> set[Number]:
     """The numbers that an objective reads, from its name or the text of our flag."""
     declared = OBJECTIVES.get(str(Selection.of("pg_objective", objective).name))
@@ -119,8 +122,7 @@ def check(
     given: Mapping[str, Any],  # our arguments by attribute; a missing one has its default
     *,
     megatron: Mapping[str, Any],  # Megatron's arguments or configuration, as far as the host has them
-    inherited: Iterable[Inherited] = (),  # where our arguments are not given
-    refused: Iterable[str] = (),  # messages about flags of the host that this loss does not support
+    answers: Iterable[Answer] = (),  # to the host's flags
     carried: Collection[str] = ("old_logprobs", "ref_logprobs"),  # fields of samples that its batches can contain
     names_terms: bool = False,  # whether a sample can be of a loss term other than the objective's
 ) -> CheckedArguments:
@@ -129,7 +131,9 @@ def check(
     Raises:
         ArgumentError: with every violation at once.
     """
-    known, flags = defaults(), [*inherited]
+    known, flags, refused = defaults(), [], []
+    for answer in answers:
+        (flags if isinstance(answer, Inherited) else refused).append(answer)
     ours, rows, messages = _merged(host, given, known, flags)
     messages += [*refused, *_refused_of_ours(argparse.Namespace(**ours), carried)]
     violations = [("E70", message) for message in messages]

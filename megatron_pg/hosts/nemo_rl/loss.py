@@ -32,13 +32,8 @@ def checked(cfg: Any, refused: Sequence[str] = ()) -> CheckedArguments:
         fix = "use that version, or a megatron_pg that supports yours"
         refuse(f"loss_fn has no {', '.join(missing)}, as in {VERSION}; {fix}")
     usual = {name: field.get_default(call_default_factory=True) for name, field in type(cfg).model_fields.items()}
-    arguments = check(
-        "NeMo-RL",
-        nemo_flags.given(loss_fn),
-        megatron={},
-        inherited=nemo_flags.inherited(loss_fn),
-        refused=[*nemo_flags.refused(loss_fn, usual), *refused],
-    )
+    answers = [*nemo_flags.answers(loss_fn, usual), *refused]
+    arguments = check("NeMo-RL", nemo_flags.given(loss_fn), megatron={}, answers=answers)
     arguments.rows.append(("without effect", nemo_flags.not_read(loss_fn)))
     return arguments
 

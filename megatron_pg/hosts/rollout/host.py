@@ -66,8 +66,7 @@ class RolloutHost:
             self.name,
             rollout_flags.given(args),
             megatron=vars(args),
-            inherited=rollout_flags.inherited(args),
-            refused=[*rollout_flags.refused(args), *self.refused(args)],
+            answers=[*rollout_flags.answers(args), *self.refused(args)],
             carried=self.carried,
             names_terms=self.names_terms or rollout_flags.trains_sft(args),
         )

@@ -11,8 +11,7 @@ from typing import Any
 from megatron_pg.declarations import objectives
 from megatron_pg.declarations.choices import AT_ONCE
 from megatron_pg.declarations.declaration import Number
-from megatron_pg.flags.option_text import Selection
-from megatron_pg.hosts.startup import CheckedArguments, Inherited, check, numbers_of
+from megatron_pg.hosts.startup import Answer, CheckedArguments, Inherited, check, numbers_of
 
 ACTOR = "_megatron_pg_actor"  # attribute of a McoreEngineConfig: the McoreActorConfig that it is part of
 RESPONSE_LENGTH = "_megatron_pg_response_length"  # attribute of an actor: verl's rollout.response_length
@@ -51,16 +50,9 @@ def checked(engine: Any, model: Any, actor: Any | None) -> CheckedArguments:
     `actor` is the McoreActorConfig that has this engine; None: the engine makes log-probabilities only.
     """
     given = dict(engine.override_mcore_model_config.get(KEY) or {})
-    inherited, refused = [], [*_refused(engine, model, given)]
-    if engine.use_fused_kernels:
-        inherited.append(Inherited("model.use_fused_kernels", "pg_fused_head", "recompute"))
-    if actor is not None:
-        loss = _Loss(actor, given)
-        inherited += loss.inherited()
-        refused += loss.refused()
+    answers = [*_of_engine(engine, model, given), *(() if actor is None else _Loss(actor, given).answers())]
     megatron = {name: value for name, value in vars(engine).items() if name not in _REFUSED}
-    megatron |= dict(engine.override_transformer_config)
-    return check("verl", given, megatron=megatron, inherited=inherited, refused=refused)
+    return check("verl", given, megatron=megatron | dict(engine.override_transformer_config), answers=answers)
 
 
 class _Loss:
@@ -71,108 +63,90 @@ class _Loss:
         self.mode, self.mean = actor.policy_loss.loss_mode, actor.loss_agg_mode
         # verl's own setting selects the objective where no option does, and always if it is not verl's default
         self.is_theirs = self.mode != "vanilla" or not {"pg_objective", "pg_custom_objective_path"} & given.keys()
-        self.objective, self.numbers = MODES.get(self.mode, MODES["vanilla"])
-        if "pg_custom_objective_path" in given:
-            self.reads = set(_CLIP.values())
-        else:
-            self.reads = set(self.numbers.values()) if self.is_theirs else numbers_of(given["pg_objective"])
-        self.estimator = _ESTIMATORS.get(actor.kl_loss_type)
-        self.has_kl = actor.use_kl_loss and actor.kl_loss_coef
-        self.length = vars(actor).get(RESPONSE_LENGTH)
-        is_known = actor.loss_scale_factor is not None or self.length is not None
-        is_ours = {"loss_aggregation", "loss_aggregation_divisor"} & given.keys()
-        self.lacks_divisor = self.mean == _SUM_NORM and not (is_known or is_ours)
 
-    def inherited(self) -> Iterator[Inherited]:
-        """The actor's flags that were set, and of the others those that no option replaces."""
+    def answers(self) -> Iterator[Answer]:
+        """What our loss inherits, flags that were set and those that no option replaces, and what it refuses."""
         actor, given = self.actor, self.given
-        if self.is_theirs and self.mode in MODES:
-            yield Inherited(f"actor.policy_loss.loss_mode {self.mode}", "pg_objective", self.objective)
-        for name, number in self.numbers.items():
-            value = self._value(name)
-            is_default = value == _USUAL.get(name)
-            if value is not None and number in self.reads and (self.is_theirs or not is_default):
-                absolute = float(value) + (number == objectives.WEIGHT_CAP)
-                yield Inherited.number(f"actor.{name}", number, absolute, is_default=is_default)
-        yield from self._inherited_mean()
-        has_term, mode = actor.entropy_coeff or self.has_kl, "actor.loss_agg_mode, for KL and entropy,"
-        for is_set, *flag in (
-            (actor.use_kl_loss, "actor.kl_loss_coef", "pg_kl_coef", float(actor.kl_loss_coef)),
-            (
-                self.has_kl and self.estimator,
-                f"actor.kl_loss_type {actor.kl_loss_type}",
-                "pg_kl_estimator",
-                self.estimator,
-            ),
-            (actor.entropy_coeff, "actor.entropy_coeff", "pg_entropy_coef", actor.entropy_coeff),
-            (
-                actor.calculate_entropy and "pg_metrics" not in given,
-                "actor.calculate_entropy",
-                "pg_metrics",
-                "with_entropy",
-            ),
-            (has_term and "pg_aux_aggregation" not in given, mode, "pg_aux_aggregation", "policy"),
-        ):
-            if is_set:
-                yield Inherited(*flag)
-
-    def _inherited_mean(self) -> Iterator[Inherited]:
-        scale, divisor = self.actor.loss_scale_factor, "loss_aggregation_divisor"
-        is_ours = {"loss_aggregation", "custom_pg_loss_reducer_function_path"} & self.given.keys()
-        if self.mean not in _AGGREGATIONS or (is_ours and self.mean == "token-mean") or self.lacks_divisor:
-            return
-        source = f"actor.loss_agg_mode {self.mean}"
-        yield Inherited(source, "loss_aggregation", _AGGREGATIONS[self.mean])
-        if self.mean == "seq-mean-token-sum":
-            yield Inherited(source, divisor, 1.0)
-        elif self.mean == _SUM_NORM and scale is not None:
-            yield Inherited("actor.loss_scale_factor", divisor, float(scale))
-        elif self.mean == _SUM_NORM and self.length is not None and divisor not in self.given:
-            yield Inherited("rollout.response_length (actor.loss_scale_factor is null)", divisor, float(self.length))
-
-    def _value(self, name: str) -> Any:
-        """A field of the actor; verl reads clip_ratio where a bound is null."""
-        value = attrgetter(name)(self.actor)
-        return self.actor.clip_ratio if value is None and name in _CLIP else value
-
-    def refused(self) -> Iterator[str]:
-        """Messages about what the actor asks for and this loss does not support."""
-        actor, given, mode = self.actor, self.given, f"actor.policy_loss.loss_mode={self.mode}"
-        ours = Selection.of("pg_objective", given.get("pg_objective", ""))
-        if self.mode not in MODES:
-            yield f"{mode} has no objective of megatron_pg. Use {', '.join(MODES)}, or vanilla with pg_objective."
-        if self.mode == "dro" and actor.policy_loss.dro_beta is None and objectives.BETA.name not in ours.given:
-            yield f"actor.policy_loss.dro_beta is null, and {mode} needs it. Set it to a positive number."
-        if self.mode != "vanilla" and "pg_custom_objective_path" in given:
-            yield f"{mode} has no effect with pg_custom_objective_path. Remove one of them."
-        yield from self._refused_mean()
-        for name, usual in () if self.is_theirs else _USUAL.items():  # verl's own losses do not read all of them
-            if (value := self._value(name)) != usual and self.numbers.get(name) not in self.reads:
-                yield f"actor.{name}={value} has no effect with pg_objective {given.get('pg_objective', '')}; remove it"
-        if self.has_kl and self.estimator is None:
+        yield from self._of_objective()
+        yield from self._of_numbers()
+        yield from self._of_mean()
+        if actor.use_kl_loss:
+            yield Inherited("actor.kl_loss_coef", "pg_kl_coef", float(actor.kl_loss_coef))
+        has_kl = actor.use_kl_loss and actor.kl_loss_coef
+        if has_kl and actor.kl_loss_type in _ESTIMATORS:
+            estimator = _ESTIMATORS[actor.kl_loss_type]
+            yield Inherited(f"actor.kl_loss_type {actor.kl_loss_type}", "pg_kl_estimator", estimator)
+        elif has_kl:
             known = ", ".join(_ESTIMATORS)
             yield f"actor.kl_loss_type={actor.kl_loss_type} has no estimator in megatron_pg; use {known}"
+        if actor.entropy_coeff:
+            yield Inherited("actor.entropy_coeff", "pg_entropy_coef", actor.entropy_coeff)
+        if actor.calculate_entropy and "pg_metrics" not in given:
+            yield Inherited("actor.calculate_entropy", "pg_metrics", "with_entropy")
+        if (actor.entropy_coeff or has_kl) and "pg_aux_aggregation" not in given:
+            yield Inherited("actor.loss_agg_mode, for KL and entropy,", "pg_aux_aggregation", "policy")
         yield from _not_run("actor", actor, "calculate_sum_pi_squared", "use_prefix_grouper")
         if given.get("loss_aggregation") == "prompt_mean" and actor.ppo_epochs > 1:
             epochs = f"actor.ppo_epochs={actor.ppo_epochs}"
             yield f"loss_aggregation prompt_mean with {epochs} cannot tell whether prompt groups are whole. Use 1."
 
-    def _refused_mean(self) -> Iterator[str]:
-        scale, mean = self.actor.loss_scale_factor, f"actor.loss_agg_mode={self.mean}"
+    def _of_objective(self) -> Iterator[Answer]:
+        mode, ours = f"actor.policy_loss.loss_mode={self.mode}", str(self.given.get("pg_objective", ""))
+        if self.is_theirs and self.mode in MODES:
+            yield Inherited(f"actor.policy_loss.loss_mode {self.mode}", "pg_objective", MODES[self.mode][0])
+        elif self.mode not in MODES:
+            yield f"{mode} has no objective of megatron_pg. Use {', '.join(MODES)}, or vanilla with pg_objective."
+        if self.mode == "dro" and self.actor.policy_loss.dro_beta is None and f",{objectives.BETA.name}=" not in ours:
+            yield f"actor.policy_loss.dro_beta is null, and {mode} needs it. Set it to a positive number."
+        if self.mode != "vanilla" and "pg_custom_objective_path" in self.given:
+            yield f"{mode} has no effect with pg_custom_objective_path. Remove one of them."
+
+    def _of_numbers(self) -> Iterator[Answer]:
+        """Numbers that the objective in force reads; a custom objective has the clip bounds."""
+        _, numbers = MODES.get(self.mode, MODES["vanilla"])
+        if "pg_custom_objective_path" in self.given:
+            reads = set(_CLIP.values())
+        else:
+            reads = set(numbers.values()) if self.is_theirs else numbers_of(self.given["pg_objective"])
+        for name in {**numbers, **_USUAL}:
+            value, number = attrgetter(name)(self.actor), numbers.get(name)
+            value = self.actor.clip_ratio if value is None and name in _CLIP else value  # as verl reads it
+            is_default = value == _USUAL.get(name)
+            if number in reads and value is not None and (self.is_theirs or not is_default):
+                absolute = float(value) + (number == objectives.WEIGHT_CAP)
+                yield Inherited.number(f"actor.{name}", number, absolute, is_default=is_default)
+            elif number not in reads and not is_default and not self.is_theirs:  # verl's own do not read all of them
+                ours = self.given.get("pg_objective", "")
+                yield f"actor.{name}={value} has no effect with pg_objective {ours}; remove it"
+
+    def _of_mean(self) -> Iterator[Answer]:
+        scale, divisor, given = self.actor.loss_scale_factor, "loss_aggregation_divisor", self.given
+        mean, length = f"actor.loss_agg_mode={self.mean}", vars(self.actor).get(RESPONSE_LENGTH)
+        is_known = scale is not None or length is not None or {"loss_aggregation", divisor} & given.keys()
+        has_ours = {"loss_aggregation", "custom_pg_loss_reducer_function_path"} & given.keys()
         if self.mean not in _AGGREGATIONS:
             yield f"{mean} is not a mean over the step; use one of {', '.join(_AGGREGATIONS)}"
-        elif self.mode in ("gspo", "sapo") and self.mean != _SEQUENCE_MEAN and "loss_aggregation" not in self.given:
+        elif self.mode in ("gspo", "sapo") and self.mean != _SEQUENCE_MEAN and "loss_aggregation" not in given:
             yield (
                 f"{mean} has no effect on actor.policy_loss.loss_mode={self.mode} in some releases of verl. Set it to "
                 f"{_SEQUENCE_MEAN}, or set loss_aggregation."
             )
         if scale is not None and self.mean != _SUM_NORM:
             yield f"actor.loss_scale_factor={scale} has no effect with loss_agg_mode={self.mean}; remove it"
-        if self.lacks_divisor:
+        if self.mean == _SUM_NORM and not is_known:
             yield (
                 "actor.loss_scale_factor is null, so verl divides each micro-batch by the length of its longest "
                 "response. Set it to a constant, such as ${data.max_response_length}."
             )
+        elif self.mean in _AGGREGATIONS and not (has_ours and self.mean == "token-mean"):
+            source = f"actor.loss_agg_mode {self.mean}"
+            yield Inherited(source, "loss_aggregation", _AGGREGATIONS[self.mean])
+            if self.mean == "seq-mean-token-sum":
+                yield Inherited(source, divisor, 1.0)
+            elif self.mean == _SUM_NORM and scale is not None:
+                yield Inherited("actor.loss_scale_factor", divisor, float(scale))
+            elif self.mean == _SUM_NORM and length is not None and divisor not in given:
+                yield Inherited("rollout.response_length (actor.loss_scale_factor is null)", divisor, float(length))
 
 
 def _not_run(section: str, config: Any, *names: str) -> Iterator[str]:
@@ -182,7 +156,9 @@ def _not_run(section: str, config: Any, *names: str) -> Iterator[str]:
             yield f"{section}.{name}=True was not run with megatron_pg. Set it to False."
 
 
-def _refused(engine: Any, model: Any, given: Mapping[str, Any]) -> Iterator[str]:
+def _of_engine(engine: Any, model: Any, given: Mapping[str, Any]) -> Iterator[Answer]:
+    if engine.use_fused_kernels:
+        yield Inherited("model.use_fused_kernels", "pg_fused_head", "recompute")
     yield from _not_run("megatron", engine, *_REFUSED)
     yield from _not_run("model.mtp", model.mtp, "enable")
     if (value := given.get("pg_temperature", 1.0)) != 1.0:

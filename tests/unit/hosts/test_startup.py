@@ -48,7 +48,7 @@ def test_multi_token_prediction_stays_the_hosts():
 )
 def test_a_flag_of_the_host_replaces_ours(ours, theirs, is_default, value):
     flag = Inherited("--clip", "pg_clip_eps_low", theirs, is_default)
-    args, rows = check("host", {"pg_clip_eps_low": ours}, megatron={}, inherited=[flag])
+    args, rows = check("host", {"pg_clip_eps_low": ours}, megatron={}, answers=[flag])
     assert args.pg_clip_eps_low == value
     assert rows == ([("inherited", f"--clip is --pg-clip-eps-low {value}")] if value == theirs else [])
 
@@ -56,7 +56,7 @@ def test_a_flag_of_the_host_replaces_ours(ours, theirs, is_default, value):
 def test_two_flags_of_one_loss_that_differ_are_refused():
     flag = Inherited("--clip", "pg_clip_eps_low", 0.2)
     with pytest.raises(ArgumentError, match=r"--clip of host, 0.2, and --pg-clip-eps-low 0.1 contradict each other"):
-        check("host", {"pg_clip_eps_low": 0.1}, megatron={}, inherited=[flag])
+        check("host", {"pg_clip_eps_low": 0.1}, megatron={}, answers=[flag])
 
 
 def test_every_violation_is_in_one_error():
@@ -64,7 +64,7 @@ def test_every_violation_is_in_one_error():
     given |= {"pg_correction": "top_entropy", "loss_aggregation": "turn_mean", "pg_weight_denominator": "weights"}
     given |= {"pg_sequence_level": "turn", "pg_objective": "gspo"}
     with pytest.raises(ArgumentError) as refused:
-        check("host", given, megatron={}, refused=["their flag cannot be combined with this loss; remove it"])
+        check("host", given, megatron={}, answers=["their flag cannot be combined with this loss; remove it"])
     text = str(refused.value)
     for part in (
         "pg_objektive is not an argument of megatron_pg; did you mean pg_objective?",
