@@ -131,11 +131,11 @@ def check(
     Raises:
         ArgumentError: with every violation at once.
     """
-    known, flags, refused = defaults(), [], []
-    for answer in answers:
-        (flags if isinstance(answer, Inherited) else refused).append(answer)
+    known, answers = defaults(), [*answers]
+    flags = [answer for answer in answers if isinstance(answer, Inherited)]
     ours, rows, messages = _merged(host, given, known, flags)
-    messages += [*refused, *_refused_of_ours(argparse.Namespace(**ours), carried)]
+    messages += [answer for answer in answers if isinstance(answer, str)]
+    messages += _refused_of_ours(argparse.Namespace(**ours), carried)
     violations = [("E70", message) for message in messages]
     facts = {name: megatron[name] for name in RULE_ARGUMENTS if name in megatron and name not in _LOOP_ARGUMENTS}
     per_token = bool(facts.pop(_PER_TOKEN, False))

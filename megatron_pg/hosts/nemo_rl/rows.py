@@ -36,17 +36,18 @@ def plan_steps(data: MutableMapping[str, Any], settings: LossSettings, rows_per_
     Raises:
         StepPlanError, ValueError: the rows lack what the loss needs, or a trained token has a value that is not finite.
     """
-    plans, every = [], range(len(data["input_ids"]))
-    for rows in (every[first : first + rows_per_step] for first in every[::rows_per_step]):
-        samples = list(_samples(data, settings, rows))
-        whole = pack(samples, qkv_format="thd")
-        step = PlannedStep.of(lambda whole=whole: [whole], settings, group=None)
-        for name, values in step.fields[0].items():
-            column = data.setdefault(COLUMN + name, torch.zeros(data["input_ids"].shape))
-            for sample, part in zip(samples, values.split([s.response_length for s in samples]), strict=True):
-                column[sample.rollout_id, len(sample.tokens) - len(part) : len(sample.tokens)] = part
-        plans.append(step.plan)
-    return plans
+    every = range(len(data["input_ids"]))
+    return [_plan_step(data, settings, every[first : first + rows_per_step]) for first in every[::rows_per_step]]
+
+
+def _plan_step(data: MutableMapping[str, Any], settings: LossSettings, rows: range) -> StepPlan:
+    samples = list(_samples(data, settings, rows))
+    step = PlannedStep.of(lambda: [pack(samples, qkv_format="thd")], settings, group=None)
+    for name, values in step.fields[0].items():
+        column = data.setdefault(COLUMN + name, torch.zeros(data["input_ids"].shape))
+        for sample, part in zip(samples, values.split([s.response_length for s in samples]), strict=True):
+            column[sample.rollout_id, len(sample.tokens) - len(part) : len(sample.tokens)] = part
+    return step.plan
 
 
 def _samples(data: Mapping[str, Any], settings: LossSettings, rows: range) -> Iterator[Sample]:
