@@ -28,11 +28,7 @@ _SIGNATURES = (
 
 
 def install() -> None:
-    """Replace NeMo-RL's names in the driver, once.
-
-    Raises:
-        ArgumentError: the adapter does not support one of them.
-    """
+    """Replace NeMo-RL's names in the driver, once, if its release is supported."""
     check_signatures(VERSION, _SIGNATURES)
     import nemo_rl.algorithms.grpo as grpo
     from nemo_rl.models.policy.lm_policy import Policy

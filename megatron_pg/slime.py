@@ -34,7 +34,7 @@ class Slime(RolloutHost):
     rollouts_per_step = "global_batch_sizes"
     carried = (*RolloutHost.carried, "sampling_mask")
     names_terms = True
-    hooks = {**RolloutHost.hooks, _DATA: "plan"}
+    hooks: Mapping[str, str] = {**RolloutHost.hooks, _DATA: "plan"}
 
     def init(self, args: argparse.Namespace) -> None:
         super().init(args)

@@ -31,11 +31,7 @@ def fields_of(settings: LossSettings) -> dict[str, str]:
 
 
 def plan_steps(data: MutableMapping[str, Any], settings: LossSettings, rows_per_step: int) -> list[StepPlan]:
-    """Plan the steps of a train call, and add their weights to `data` as columns [rows, s] float32.
-
-    Raises:
-        StepPlanError, ValueError: the rows lack what the loss needs, or a trained token has a value that is not finite.
-    """
+    """Plan the steps of a train call, and add their weights to `data` as columns [rows, s] float32."""
     every = range(len(data["input_ids"]))
     return [_plan_step(data, settings, every[first : first + rows_per_step]) for first in every[::rows_per_step]]
 
@@ -93,9 +89,6 @@ def exact(metrics: MutableMapping[str, list[float]], settings: LossSettings, pla
     """Replace the sums of all micro-batches by metrics `pg/…`, each the mean over the call's steps.
 
     A mean over samples is over all steps. Extrema are left out, and ratios of sums where there are several steps.
-
-    Raises:
-        NonFiniteLossError: a trained token's loss was not finite; the optimizer has moved.
     """
     reduction = settings.metrics
     totals = [sum(metrics.pop(f"{SUM}{i}")) for i in range(reduction.width)]

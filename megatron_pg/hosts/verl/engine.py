@@ -78,11 +78,7 @@ class PolicyGradientEngine(_Theirs):
             self._log = HostLog(self._settings, self._rows, self._metrics_file)
 
     def load_checkpoint(self, local_path: str, *rest: Any, **more: Any) -> None:
-        """Load a checkpoint. Lines of metrics.jsonl after its global step are superseded.
-
-        Raises:
-            ValueError: the path has no global step.
-        """
+        """Load a checkpoint. Lines of metrics.jsonl after its global step are superseded."""
         super().load_checkpoint(local_path, *rest, **more)
         step = re.search(r"global_step_(\d+)", str(local_path))
         if step is None and self._metrics_file is not None:
@@ -159,7 +155,7 @@ class PolicyGradientEngine(_Theirs):
     def forward_step(
         self, batch_iter: Iterator, model: Any, logits_processor_func: Any, postprocess_micro_batch_func: partial
     ) -> tuple:
-        """Run verl's forward step, in training with our loss."""
+        """verl's forward step, in training with our loss."""
         batch = next(batch_iter)
         temperatures = {float(value) for value in torch.as_tensor(batch["temperature"]).flatten()}
         if len(temperatures) != 1:

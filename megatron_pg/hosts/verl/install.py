@@ -33,11 +33,7 @@ _SIGNATURES = (
 
 
 def install() -> None:
-    """Register our engine for language models under Megatron in this process.
-
-    Raises:
-        ArgumentError: the adapter does not support verl's release.
-    """
+    """Register our engine for language models under Megatron in this process, if verl's release is supported."""
     installed = getattr(import_module("verl"), "__version__", "an unknown version")
     check_signatures(f"{VERSION} (here is {installed})", _SIGNATURES)
     from megatron_pg.hosts.verl.engine import PolicyGradientEngine

@@ -15,9 +15,6 @@ def samples_of(data: Any) -> list[Sample | None]:
     """The samples of a mini-batch, a TensorDict; None for the rows that verl adds as padding.
 
     `uid` identifies a prompt, `uid` and `session_id` a rollout; without a session every row is its own rollout.
-
-    Raises:
-        StepPlanError: the batch has an unsupported form.
     """
     if not data["response_mask"].is_nested:
         raise StepPlanError(
