@@ -112,7 +112,7 @@ def test_the_words_of_the_glossary_are_kept():
     assert len(refused) > 20
     found = set()
     for path in (ROOT / "megatron_pg").rglob("*.py"):
-        if (ROOT / "megatron_pg/hosts") in path.parents:
+        if path.relative_to(ROOT / "megatron_pg").parts[0] in ("hosts", "slime.py", "miles.py", "nemo_rl.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = (getattr(node, field, None) for field in ("id", "arg", "attr", "name"))

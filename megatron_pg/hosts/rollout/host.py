@@ -34,7 +34,7 @@ class RolloutHost:
     name: str  # of its package, and of our module
     version: str  # that the adapter was run with
     signatures: Sequence[str]  # of the functions that the adapter uses, as in `check_signatures`
-    logger: str  # likewise, of its function that logs metrics
+    logger: str  # its function that logs metrics, as in `check_signatures` without parameters
     rollouts_per_step: str  # key of its data
     carried: Collection[str] = ("old_logprobs", "ref_logprobs", "teacher_logprobs")  # fields its batches can contain
     names_terms = False  # whether samples name their loss term
