@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-import torch
-
 from megatron_pg.hosts.patching import run
 from megatron_pg.hosts.rollout.host import RolloutHost
 
@@ -33,7 +31,7 @@ class Slime(RolloutHost):
     logger = "slime.utils.logging_utils:log|slime.observability.logging_utils:log"
     rollouts_per_step = "global_batch_sizes"
     carried = (*RolloutHost.carried, "sampling_mask")
-    names_terms = True
+    names_terms = returns_pair = True
     hooks: Mapping[str, str] = {**RolloutHost.hooks, _DATA: "plan"}
 
     def init(self, args: argparse.Namespace) -> None:
@@ -48,9 +46,6 @@ class Slime(RolloutHost):
         """slime's `--rollout-data-postprocess-path`: on every rank, after the advantages, before training."""
         self.users_hook(args, _DATA, args, rollout_id, rollout_data)
         self.trainer.plan(self.rollout(args, rollout_data))
-
-    def returned(self, found: dict[str, Any]) -> Any:
-        return torch.empty(0, device=found["log_probs"][0].device), found
 
 
 HOST = Slime()

@@ -10,6 +10,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_pg.flags.facts import Facts
@@ -38,6 +39,7 @@ class RolloutHost:
     rollouts_per_step: str  # key of its data
     carried: Collection[str] = ("old_logprobs", "ref_logprobs", "teacher_logprobs")  # fields its batches can contain
     names_terms = False  # whether samples name their loss term
+    returns_pair = False  # whether its function for log-probabilities returns an empty tensor before them
     hooks: Mapping[str, str] = {_INIT: "init", _BEFORE_STEP: "before_train_step", _BEFORE_LOG_PROB: "before_log_prob"}
 
     def __init__(self) -> None:
@@ -49,10 +51,6 @@ class RolloutHost:
     def refused(self, args: argparse.Namespace) -> Iterable[str]:
         """Messages about flags of this host alone."""
         return ()
-
-    def returned(self, found: dict[str, Any]) -> Any:
-        """What the host's function for log-probabilities returns."""
-        return found
 
     def all_signatures(self) -> list[str]:
         """Those of every function that `init` uses; the last one is the logger's."""
@@ -129,7 +127,7 @@ class RolloutHost:
             kept=None if top_p_token_ids is None else (top_p_token_ids, top_p_token_offsets),
             with_entropy=with_entropy,
         )
-        return self.returned(found)
+        return (torch.empty(0, device=logits.device), found) if self.returns_pair else found
 
     def rollout(self, args: argparse.Namespace, data: Mapping[str, Any]) -> Rollout:
         """The rollout in the host's data."""

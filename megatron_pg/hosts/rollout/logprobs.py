@@ -43,7 +43,10 @@ def response_logprobs(
         # sets follow each other by response token, so prompts leave no gaps between them
         first = torch.tensor([*lengths]).cumsum(0) - torch.tensor([len(each) for each in tokens])
         here = torch.cat([place + start for place, start in zip(places, first.tolist(), strict=True)])
-        mask = _sampling_mask(*kept).at(here).to(lambda values: values.to(tokens[0].device))
+        ids = torch.cat([torch.as_tensor(each, dtype=torch.int32) for each in kept[0]])
+        counts = torch.cat([torch.as_tensor(each, dtype=torch.int64).diff() for each in kept[1]])
+        mask = SamplingMask.of(ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0))).at(here)
+        mask = mask.to(lambda values: values.to(tokens[0].device))
         restriction = Restriction(sampling_mask=mask, whole_entropy=with_entropy)
     logprobs, entropy, _ = rows_of(
         enter(call.hidden, call.tp_group, call.sequence_parallel).flatten(0, -2),
@@ -67,9 +70,3 @@ def _places(tokens: Sequence[Tensor], lengths: Sequence[int], row_width: int | N
         rows = ((positions >= end - length) & (positions < end)).nonzero()[:, 0]
         yield start + rows if row_width is None else rows * len(tokens) + number, positions[rows] + 1
         start += len(positions)
-
-
-def _sampling_mask(kept_ids: Lists, kept_offsets: Lists) -> SamplingMask:
-    ids = torch.cat([torch.as_tensor(each, dtype=torch.int32) for each in kept_ids])
-    counts = torch.cat([torch.as_tensor(each, dtype=torch.int64).diff() for each in kept_offsets])
-    return SamplingMask.of(ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))

@@ -68,11 +68,11 @@ class RolloutTrainer:
             return
         data, context = parallel_state.get_data_parallel_group(), parallel_state.get_context_parallel_group()
         needs_prompts = self.settings.plan_rule.needs_prompt_ids
-        samples = cache(partial(rollout.samples, context, needs_prompts=needs_prompts))  # errors reach every rank
+        # made while the first step is planned, which raises an error of one rank on every rank
+        samples = cache(partial(rollout.samples, context, needs_prompts=needs_prompts))
         for microbatches, count in zip(steps, rollout.counts, strict=True):
-            of_step = partial(_some, samples, [*chain(*microbatches)])
-            on_policy = rollout.is_on_policy
-            step = HostStep(self.settings, of_step, data=data, context=context, on_policy=on_policy)
+            of_step = partial(_selected, samples, [*chain(*microbatches)])
+            step = HostStep(self.settings, of_step, data=data, context=context, on_policy=rollout.is_on_policy)
             self._steps.append(step)
             scale, first = float(count), 0
             if self._per_token:  # T̃: trained tokens of the step, at least one of each sample
@@ -164,5 +164,5 @@ def is_writer() -> bool:
     )
 
 
-def _some(samples: Callable[[], list[Sample]], indices: Sequence[int]) -> list[Sample]:
+def _selected(samples: Callable[[], list[Sample]], indices: Sequence[int]) -> list[Sample]:
     return [samples()[i] for i in indices]
