@@ -313,11 +313,18 @@ def _expected(
             )
         )
     result = oracle.run(documents, settings)
+    return through_head(inputs, result.gradients, embedding, head), result.pg_loss
+
+
+def through_head(
+    inputs: Sequence, slopes: Sequence[np.ndarray], embedding: np.ndarray, head: np.ndarray
+) -> list[Tensor]:
+    """Gradients of an embedding and a head, from the input tokens of each sample and the gradients of its logits."""
     of_embedding, of_head = np.zeros_like(embedding), np.zeros_like(head)
-    for before, slope in zip(inputs, result.gradients, strict=True):
+    for before, slope in zip(inputs, slopes, strict=True):
         np.add.at(of_embedding, before, slope @ head)
         of_head += slope.T @ embedding[before]
-    return [torch.from_numpy(of_embedding), torch.from_numpy(of_head)], result.pg_loss
+    return [torch.from_numpy(of_embedding), torch.from_numpy(of_head)]
 
 
 def steps_of(found: Sequence[Sample], case: Case) -> list[list[Sample]]:

@@ -22,6 +22,7 @@ import step_oracle
 import token_oracle
 import torch
 import verl_host as host
+from host_cases import through_head
 from megatron.core import parallel_state
 from step_oracle import Document, Settings
 from torch import Tensor
@@ -164,17 +165,13 @@ def expected(samples: Sequence[Sample], settings: Settings) -> tuple[list[Tensor
     embedding, head = embedding_and_head()
     documents, nothing = documents_of(samples), [None] * len(samples)
     result = step_oracle.run(documents, settings)
-    of_embedding, of_head = np.zeros_like(embedding), np.zeros_like(head)
-    for sample, rows in zip(samples, result.gradients, strict=True):
-        before = sample.tokens[-sample.response_length - 1 : -1].numpy()
-        np.add.at(of_embedding, before, rows @ head)
-        of_head += rows.T @ embedding[before]
+    inputs = [sample.tokens[-sample.response_length - 1 : -1].numpy() for sample in samples]
     rewards = [sample.reward for sample in samples]
     metrics = metric_oracle.step_metrics(documents, settings, result.terms["rl"], rewards, nothing)
     metrics["pg_loss"] = result.pg_loss
     if settings.kl_coef:
         metrics |= {"loss": result.loss, "kl_loss": result.kl_loss, "entropy_loss": result.entropy_loss}
-    return [torch.tensor(of_embedding), torch.tensor(of_head)], metrics
+    return through_head(inputs, result.gradients, embedding, head), metrics
 
 
 # --- one batch through verl ---
