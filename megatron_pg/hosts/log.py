@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping
 from operator import itemgetter
+from typing import Any
 
 from megatron_pg.metrics.advice import Advice
 from megatron_pg.metrics.file import MetricsFile
@@ -14,24 +15,14 @@ ROUND = "host_round"  # field of a line: the host's rollout or batch that the op
 
 
 class HostLog:
-    """The log on the one rank that writes it.
-
-    Args:
-        settings: the loss settings.
-        objective: the rows of the startup's banner.
-        path: metrics.jsonl of the run; None: no file.
-        to_host: passes a step's metrics by name and the host's own number of the step to the host's logger.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
+    """The log on the one rank that writes it; a ValueError says that the file cannot be written."""
 
     def __init__(
         self,
         settings: LossSettings,
-        objective: dict[str, str],
-        path: str | None,
-        to_host: Callable[[Mapping[str, float], int | None], None] = lambda metrics, number: None,
+        objective: dict[str, str],  # the rows of the startup's banner
+        path: str | None,  # metrics.jsonl of the run; None: no file
+        to_host: Callable[[Mapping[str, float], int | None], None] = lambda metrics, number: None,  # its logger
     ):
         self._settings, self._objective, self._to_host = settings, objective, to_host
         self._file = None if path is None else MetricsFile(path)
@@ -40,24 +31,15 @@ class HostLog:
 
     def write(
         self,
-        host_round: int,
-        number: int | None,
+        host_round: int,  # the host's number of the rollout or batch that the step trains; it grows
+        number: int | None,  # the host's own number of the step, from 0; None: the host has none
         report: StepReport,
         *,
-        grad_norm: float | None,
-        learning_rate: float | None,
-        skipped: bool,
+        grad_norm: Any,  # before the gradients are clipped, a number or a tensor; None: unknown
+        learning_rate: float | None,  # of the first parameter group
+        skipped: bool,  # by the optimizer
     ) -> None:
-        """Write a step after the optimizer has moved. Steps are numbered from 1, one by one.
-
-        Args:
-            host_round: the host's number of the rollout or batch that the step trains; it grows.
-            number: the host's own number of the step, from 0; None: the host has none.
-            report: the report of the step.
-            grad_norm: norm of the gradients before they are clipped.
-            learning_rate: of the first parameter group.
-            skipped: whether the optimizer skipped the step.
-        """
+        """Write a step after the optimizer has moved. Steps are numbered from 1, one by one."""
         if self._iteration is None:
             self._iteration = self._before(host_round, number)
             history = self._file.before(self._iteration + 1) if self._file else ()
@@ -68,7 +50,7 @@ class HostLog:
             iteration=self._iteration,
             report=report,
             learning_rate=learning_rate,
-            grad_norm=grad_norm,
+            grad_norm=None if grad_norm is None else float(grad_norm),
             skipped=skipped,
             objective=self._objective,
         )
@@ -87,9 +69,8 @@ class HostLog:
         has no such line.
         """
         lines = self._file.before(sys.maxsize) if self._file else ()
-        last = max(
-            (line for line in lines if line.get(ROUND, -1) < host_round), key=itemgetter("iteration"), default={}
-        )
+        earlier = [line for line in lines if line.get(ROUND, -1) < host_round]
+        last = max(earlier, key=itemgetter("iteration"), default={})
         known = int(last.get("iteration", 0))
         if number is None or last.get(ROUND) == host_round - 1:
             return known

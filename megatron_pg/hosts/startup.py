@@ -1,14 +1,10 @@
 """From a host's options to the loss settings: defaults, rules, inherited flags and the banner."""
 
 import argparse
-import functools
-import inspect
 import re
-import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, NamedTuple
 
 from megatron_pg.args import ArgumentError, ArgumentNotice, add_arguments, validate_args
@@ -29,10 +25,10 @@ _LOOP_ARGUMENTS = {
     *("dataloader_type", "eval_interval", "eval_iters", "iterations_to_skip", "perform_rl_step", "rampup_batch_size"),
     *("decrease_batch_size_if_needed", "sft", "train_samples", "mtp_num_layers", "mtp_loss_scaling_factor"),
 }
-_CARRIED = ("old_logprobs", "ref_logprobs")  # fields that the batches of every host can contain
 _WITH_OPTIONS = ("pg_objective", "pg_correction")  # arguments of the form NAME[,option=value]…
 _PER_TOKEN = "calculate_per_token_loss"  # a host cancels Megatron's division for every aggregation
-_ROWS_OF_MEGATRON = {"Megatron", "layout"}  # of the banner: a host has its own loss scaling and layout
+
+Rows = list[tuple[str, str]]  # of the banner: name and text
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +55,10 @@ class Inherited:
 
     def of(self, text: Any) -> Any:
         """The value in our argument that this one replaces; None for an option that is not given."""
+        selected = Selection.of(self.ours, text)
         if self.option is not None:
-            selected = Selection.of(self.ours, text)
             return selected.numbers.get(self.option, selected.given.get(self.option))
-        return Selection.of(self.ours, text).name if self.attribute in _WITH_OPTIONS else text
+        return selected.name if self.attribute in _WITH_OPTIONS else text
 
     def put_into(self, text: Any) -> Any:
         """Our argument with this value."""
@@ -71,10 +67,8 @@ class Inherited:
         selected = Selection.of(self.ours, text)
         return joined(str(selected.name), {**selected.given, self.option: self.value})
 
-    @property
-    def name(self) -> str:
-        """The name of the flag alone."""
-        return self.host_flag.partition(" ")[0].rstrip(",")
+
+Answer = Inherited | str  # to a flag of the host; a text says why this loss does not support it
 
 
 def numbers_of(objective: Any) -> set[Number]:
@@ -86,6 +80,13 @@ def numbers_of(objective: Any) -> set[Number]:
 def flag_of(name: str) -> str:
     """The flag of an argument."""
     return "--" + name.replace("_", "-")
+
+
+def cut_groups(given: Mapping[str, Any], size_name: str, size: int, group_name: str, group: int) -> Iterator[str]:
+    """A message if steps of `size` samples do not hold whole prompt groups, which prompt_mean needs."""
+    if given.get("loss_aggregation") == "prompt_mean" and size % group:
+        sizes = f"{size_name}{size} and {group_name}{group}"
+        yield f"prompt_mean with {sizes}: a step would hold part of a prompt's samples; use a multiple"
 
 
 def add_host_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -103,41 +104,39 @@ def defaults() -> dict[str, Any]:
     return vars(add_host_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([]))
 
 
+def refuse(*messages: str, cause: Exception | None = None) -> None:
+    """Raise ArgumentError if there are messages about flags that contradict each other or are not supported."""
+    if messages:
+        raise ArgumentError([("E70", message) for message in messages]) from cause
+
+
 class CheckedArguments(NamedTuple):
     """Arguments that passed every rule."""
 
     args: argparse.Namespace
-    rows: list[tuple[str, str]]  # of the banner, about the host
+    rows: Rows  # of the banner, about the host
 
 
 def check(
     host: str,
-    given: Mapping[str, Any],
+    given: Mapping[str, Any],  # our arguments by attribute; a missing one has its default
     *,
-    megatron: Mapping[str, Any],
-    inherited: Iterable[Inherited] = (),
-    refused: Iterable[str] = (),
-    carried: Collection[str] = _CARRIED,
-    names_terms: bool = False,
+    megatron: Mapping[str, Any],  # Megatron's arguments or configuration, as far as the host has them
+    answers: Iterable[Answer] = (),  # to the host's flags
+    carried: Collection[str] = ("old_logprobs", "ref_logprobs"),  # fields of samples that its batches can contain
+    names_terms: bool = False,  # whether a sample can be of a loss term other than the objective's
 ) -> CheckedArguments:
     """Fill in the defaults and the host's values, and check every rule. Needs no GPU and no process group.
-
-    Args:
-        host: its name.
-        given: our arguments by attribute; a missing one has its default.
-        megatron: Megatron's arguments or configuration, as far as the host has them.
-        inherited: values that our arguments take from the host's flags where ours are not given.
-        refused: messages about flags of the host that this loss does not support.
-        carried: fields of the samples that its batches can contain.
-        names_terms: whether a sample can be of a loss term other than the objective's.
 
     Raises:
         ArgumentError: with every violation at once.
     """
-    known, flags = defaults(), [*inherited]
-    ours, rows, violations = _merged(host, given, known, flags)
-    args = argparse.Namespace(**ours)
-    violations += [("E70", message) for message in (*refused, *_refused_of_ours(args, carried))]
+    known, answers = defaults(), [*answers]
+    flags = [answer for answer in answers if isinstance(answer, Inherited)]
+    ours, rows, messages = _merged(host, given, known, flags)
+    messages += [answer for answer in answers if isinstance(answer, str)]
+    messages += _refused_of_ours(argparse.Namespace(**ours), carried)
+    violations = [("E70", message) for message in messages]
     facts = {name: megatron[name] for name in RULE_ARGUMENTS if name in megatron and name not in _LOOP_ARGUMENTS}
     per_token = bool(facts.pop(_PER_TOKEN, False))
     if ours["loss_aggregation"] is None:
@@ -156,32 +155,42 @@ def check(
         raise ArgumentError(violations)
     if per_token and not facts.get(_PER_TOKEN):
         text = f"--calculate-per-token-loss only sets how {host} and Megatron divide, not the aggregation"
-        rows = [*rows, ("per-token flag", text)]
+        rows.append(("per-token flag", text))
     args.calculate_per_token_loss = per_token or vars(args).get(_PER_TOKEN, False)
     return CheckedArguments(args, rows)
 
 
 def start(host: str, checked: CheckedArguments, *, scaling: str, says: bool) -> tuple[LossSettings, dict[str, str]]:
-    """The settings in force and the rows of the banner, which this process prints if `says` is true.
-
-    `scaling` says what the host multiplies and divides the returned loss by.
-    """
-    args = checked.args
-    settings = LossSettings.from_args(args)
-    rows = [row for row in describe(in_force(args, settings.kernel)) if row[0] not in _ROWS_OF_MEGATRON]
-    rows += [(host, scaling), *checked.rows]
+    """The settings in force and the rows of the banner, which this process prints if `says` is true."""
+    settings = LossSettings.from_args(checked.args)
+    rows = rows_of(host, CheckedArguments(in_force(checked.args, settings.kernel), checked.rows), scaling)
     if says:
-        print(banner_of(rows), flush=True)  # noqa: T201
+        print_banner(rows)
     return settings, dict(rows)
+
+
+def rows_of(host: str, checked: CheckedArguments, scaling: str) -> Rows:
+    """The rows of the banner; `scaling` says what the host multiplies and divides the returned loss by."""
+    of_loss = [row for row in describe(checked.args) if row[0] not in ("Megatron", "layout")]  # a host has its own
+    return [*of_loss, (host, scaling), *checked.rows]
+
+
+def print_banner(rows: Iterable[tuple[str, str]]) -> None:
+    """Print the rows to the host's log."""
+    print(banner_of([*rows]), flush=True)  # noqa: T201
 
 
 def _merged(
     host: str, given: Mapping[str, Any], known: Mapping[str, Any], inherited: Iterable[Inherited]
-) -> tuple[dict[str, Any], list[tuple[str, str]], list[tuple[str, str]]]:
-    """Our arguments (given, inherited or default, in this order), the banner's row, and violations."""
-    ours, rows = dict(known), []
-    violations = [("E70", _unknown_message(name, value, known)) for name, value in given.items() if name not in known]
-    ours |= {name: value for name, value in given.items() if name in known}
+) -> tuple[dict[str, Any], Rows, list[str]]:
+    """Our arguments (given, inherited or default, in this order), the banner's row, and messages."""
+    messages, shown = [], []
+    for name in [name for name in given if name not in known]:
+        if (line := replacement(name, given[name])) is not None:
+            messages.append(f"{name} is not an argument since 0.3.0. Write {line}.")
+        else:
+            messages.append(f"{name} is not an argument of megatron_pg{did_you_mean(name, known, {})}")
+    ours = {name: given.get(name, usual) for name, usual in known.items()}
     for flag in inherited:
         text = ours[flag.attribute]
         value, usual = flag.of(text), flag.of(known[flag.attribute])
@@ -189,21 +198,15 @@ def _merged(
             continue
         if value not in (usual, flag.value):
             theirs, own = f"{flag.host_flag} of {host}, {flag.value},", f"{flag_of(flag.attribute)} {text}"
-            violations.append(("E70", f"{theirs} and {own} contradict each other; remove one"))
+            messages.append(f"{theirs} and {own} contradict each other; remove one")
         ours[flag.attribute] = flag.put_into(text)
-        rows.append(f"{flag.host_flag} is {flag.ours}{'' if flag.option else ' '}{flag.value}")
-    return ours, [("inherited", "; ".join(rows))] if rows else [], violations
-
-
-def _unknown_message(name: str, value: Any, known: Mapping[str, Any]) -> str:
-    if (line := replacement(name, value)) is not None:
-        return f"{name} is not an argument since 0.3.0. Write {line}."
-    return f"{name} is not an argument of megatron_pg{did_you_mean(name, known, {})}"
+        shown.append(f"{flag.host_flag} is {flag.ours}{'' if flag.option else ' '}{flag.value}")
+    return ours, [("inherited", "; ".join(shown))] if shown else [], messages
 
 
 def _by_host_flags(message: str, inherits: Iterable[Inherited]) -> str:
     """The message with the host's flags for ours that inherit from them."""
-    names = {(flag_of(flag.attribute), flag.option): flag.name for flag in inherits}
+    names = {(flag_of(f.attribute), f.option): f.host_flag.partition(" ")[0].rstrip(",") for f in inherits}
 
     def shown(match: re.Match) -> str:
         flag, option, value = match.groups()
@@ -229,17 +232,17 @@ def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> Iter
         yield f"{capped}, and not those of the host's old log-probabilities; use a model that caps its logits"
     if args.pg_dry_run:
         yield "--pg-dry-run ends Megatron's pretrain() before it builds the model, which the host builds; remove it"
-    of_samples = (
-        ("turns", is_by_turn(args.loss_aggregation), f"--loss-aggregation {args.loss_aggregation}"),
-        ("turns", args.pg_sequence_level == "turn", "--pg-sequence-level turn"),
-        ("token_weights", args.pg_weight_denominator == "weights", "--pg-weight-denominator weights"),
-    )
-    for name, is_read, flag in of_samples:
-        if is_read and name not in carried:
+    reads = {
+        f"--loss-aggregation {args.loss_aggregation}": is_by_turn(args.loss_aggregation) and "turns",
+        "--pg-sequence-level turn": args.pg_sequence_level == "turn" and "turns",
+        "--pg-weight-denominator weights": args.pg_weight_denominator == "weights" and "token_weights",
+    }
+    for flag, name in reads.items():
+        if name and name not in carried:
             yield f"{flag} reads {name} of samples, which the host's batches do not contain; remove it"
     if "old_entropies" not in carried and Facts(args).selected_correction.name == "top_entropy":
-        reads = "reads old_entropies, which the host's batches do not contain"
-        yield f"--pg-correction top_entropy {reads}; choose another correction"
+        batches = "which the host's batches do not contain; choose another correction"
+        yield f"--pg-correction top_entropy reads old_entropies, {batches}"
 
 
 def _refused_terms(host: str, args: argparse.Namespace, carried: Collection[str], names_terms: bool) -> Iterator[str]:
@@ -253,47 +256,3 @@ def _refused_terms(host: str, args: argparse.Namespace, carried: Collection[str]
         for name in term.reads:
             if name not in carried:
                 yield f"{term.flag} reads {name}, which the batches of {host} do not contain; remove it"
-
-
-def run(main: Callable[[Sequence[str]], None]) -> None:
-    """Run a launcher's command; an argument error is printed without a traceback."""
-    try:
-        main(sys.argv[1:])
-    except ArgumentError as error:
-        sys.exit(str(error))
-
-
-def attribute(path: str) -> Any:
-    """The current value of `module:name` or `module:Class.name` of a host; another plugin may have replaced it."""
-    module, _, name = path.partition(":")
-    return functools.reduce(getattr, name.split("."), import_module(module))
-
-
-def check_signature(version: str, path: str, parameters: Sequence[str]) -> str:
-    """Refuse a host whose function has other parameters than the adapter expects.
-
-    Args:
-        version: the host and the version that the adapter was run with.
-        path: the function, `module:name`; several with `|` between them: the first that exists in this release.
-        parameters: the names of its first parameters.
-
-    Returns:
-        The path of the function that exists.
-
-    Raises:
-        ArgumentError: they differ, or no such function exists.
-    """
-    names, cause = None, None
-    for each in path.split("|"):
-        try:
-            names = [*inspect.signature(attribute(each)).parameters]
-        except (ImportError, AttributeError) as error:
-            found, cause = f"does not exist ({error}), and the loss needs it", error
-        else:
-            if names[: len(parameters)] == [*parameters]:
-                return each
-            found, cause = f"takes ({', '.join(names)}), not ({', '.join(parameters)})", None
-            break
-    fix = f"use that version{'' if names else ' and put its checkout on PYTHONPATH'}"
-    message = f"{each} {found} as in {version}; {fix}, or use a megatron_pg that supports yours"
-    raise ArgumentError([("E70", message)]) from cause

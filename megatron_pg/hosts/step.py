@@ -34,66 +34,51 @@ class HostLossError(ValueError):
 
 
 class HostStep:
-    """A planned step.
+    """A step, planned by one exchange over the data-parallel group, every rank of which must make one.
 
     Args:
         settings: the loss settings, the same on every rank.
-        planned: the step as one micro-batch; None on pipeline stages without the loss, which have no samples.
+        samples_of: makes this rank's samples of the whole step, the same on tensor- and context-parallel peers; None on
+            pipeline stages without the loss, which have no samples and plan nothing.
+        data: the data-parallel group, without context-parallel ranks.
         context: context-parallel group that splits the rows; None: this rank has whole samples.
         on_policy: the model being trained has sampled; `old_logprobs` of the samples are not read.
-        data_rank: this rank's number in the data-parallel group.
+
+    Raises:
+        StepPlanError: on every rank, for an error of any kind on any of them.
+        LostPeerError: on the ranks that survive one that was killed, failed or hangs.
     """
 
     def __init__(
         self,
         settings: LossSettings,
-        planned: PlannedStep | None = None,
-        context: ProcessGroup | None = None,
+        samples_of: Callable[[], Sequence[Sample]] | None = None,
         *,
+        data: ProcessGroup | None = None,
+        context: ProcessGroup | None = None,
         on_policy: bool = False,
-        data_rank: int = 0,
     ):
-        self._settings, self._planned = settings, planned
-        self._samples: Sequence[Sample] = () if planned is None else planned.batches[0].samples
+        self._settings, self._on_policy = settings, on_policy
         self._context = context if context is not None and context.size() > 1 else None
-        self._on_policy, self._data_rank = on_policy, data_rank
+        self._data_rank = 0 if data is None else data.rank()
+        self._planned = None if samples_of is None else self._plan(samples_of, data)
+        self._samples: Sequence[Sample] = () if self._planned is None else self._planned.batches[0].samples
         self._diagnostics: dict[LocalBatch, Diagnostics] = {}
         self._sizes: dict[LocalBatch, int] = {}  # samples of each micro-batch
 
-    @classmethod
-    def planned(
-        cls,
-        settings: LossSettings,
-        samples_of: Callable[[], Sequence[Sample]],
-        *,
-        data: ProcessGroup,
-        context: ProcessGroup | None = None,
-        on_policy: bool = False,
-    ) -> "HostStep":
-        """Plan a step, by one exchange over the data-parallel group, every rank of which must call.
-
-        Args:
-            settings: the loss settings.
-            samples_of: makes this rank's samples of the whole step, the same on tensor- and context-parallel peers.
-            data: the data-parallel group, without context-parallel ranks.
-            context: as above.
-            on_policy: as above.
-
-        Raises:
-            StepPlanError: on every rank, for an error of any kind on any of them.
-            LostPeerError: on the ranks that survive one that was killed, failed or hangs.
-        """
+    def _plan(self, samples_of: Callable[[], Sequence[Sample]], data: ProcessGroup | None) -> PlannedStep:
+        """The step as one micro-batch."""
+        settings, on_policy = self._settings, self._on_policy
         # the trainer has numbered all samples, and may have scored each sample of a rollout
         rule = replace(settings.plan_rule, numbers_may_repeat=False, one_per_rollout=("environment",))
         with lost_peer_named(lambda: "while its step was planned, before the optimizer moved"):
-            planned = PlannedStep.of(
+            return PlannedStep.of(
                 lambda: [pack(samples_of(), qkv_format="thd")],
                 settings,
                 group=data,
                 rule=rule,
                 check=lambda _: _check_anchor(settings) if on_policy else None,
             )
-        return cls(settings, planned, context, on_policy=on_policy, data_rank=data.rank())
 
     @property
     def plan(self) -> StepPlan | None:
@@ -107,20 +92,16 @@ class HostStep:
 
     def slice(
         self,
-        members: Sequence[int],
-        padded_lengths: Sequence[int],
-        device: torch.device | str = "cpu",
+        members: Sequence[int],  # the index of each of its samples among the step's
+        padded_lengths: Sequence[int],  # positions of the whole row for each sample, and for further padding
+        device: torch.device | str = "cpu",  # where the loss is computed
         *,
         side_by_side: bool = False,
     ) -> LocalBatch:
         """This rank's part of a micro-batch.
 
-        Args:
-            members: the index of each of its samples among the step's.
-            padded_lengths: positions of the whole row for each sample, and for further padding.
-            device: where the loss is computed.
-            side_by_side: each sample has its own row, all of one length, and the loss takes positions [s, b] in the
-                order of Megatron's layers: the first of every row, then the second of every row.
+        With `side_by_side`, each sample has its own row, all of one length, and the loss takes positions [s, b] in the
+        order of Megatron's layers: the first of every row, then the second of every row.
         """
         if self._planned is None:
             raise HostLossError("this pipeline stage has no loss, so it has no micro-batch.", "Call on the last stage.")
@@ -138,21 +119,13 @@ class HostStep:
     def loss(
         self,
         local: LocalBatch,
-        logits: Tensor,
-        tp_group: ProcessGroup | None,
-        grad_scale: float,
+        logits: Tensor,  # [T, V / tp]; the Triton kernels may overwrite them
+        tp_group: ProcessGroup | None,  # tensor-parallel group; None: one rank
+        grad_scale: float,  # the gradient of S in the host's backward, without a loss scale
         *,
-        is_bypassed: bool = False,
+        is_bypassed: bool = False,  # whether the head in the output layer did not make the logits, for `finish`
     ) -> Tensor:
-        """S from logits; with sequence-level terms every context-parallel rank must call.
-
-        Args:
-            local: from `slice`.
-            logits: [T, V / tp]; the Triton kernels may overwrite them.
-            tp_group: tensor-parallel group; None: one rank.
-            grad_scale: the gradient of S in the host's backward, without a loss scale.
-            is_bypassed: whether the logits were made without the head in the output layer, which `finish` refuses.
-        """
+        """S from logits; with sequence-level terms every context-parallel rank must call."""
         tp_group = tp_group if tp_group is not None and tp_group.size() > 1 else None
         total, diagnostics = microbatch_loss(logits, local.fields, self._settings, tp_group, grad_scale=grad_scale)
         self._diagnostics[local] = diagnostics._replace(is_bypassed=is_bypassed)
@@ -173,11 +146,12 @@ class HostStep:
     def finish(self, *, reports: bool, has_loss: bool = True) -> StepReport | None:
         """Check the losses and combine the metrics, by one all-gather; every rank must call before the optimizer moves.
 
-        Returns None on stages without the loss.
-
         Args:
             reports: whether this rank's sums count; the sums of a rank that holds copies of another's do not.
             has_loss: whether the loss is computed on this rank's pipeline stage.
+
+        Returns:
+            The report of the step; None where nothing was planned.
 
         Raises:
             NonFiniteLossError: on every rank.

@@ -125,8 +125,9 @@ def test_the_words_of_the_glossary_are_kept():
     refused = {word for cells in rows for word in re.findall(r"`(\w+)`", cells[3])}
     assert len(refused) > 20
     names, _ = names_and_texts()
-    hosts = ROOT / "megatron_pg/hosts"
-    found = {(path.name, name) for path, name in names if name in refused and hosts not in path.parents}
+    package = ROOT / "megatron_pg"
+    of_hosts = {package / "hosts", *(package / f"{name}.py" for name in ("slime", "miles", "nemo_rl"))}
+    found = {(path.name, name) for path, name in names if name in refused and not of_hosts & {path, *path.parents}}
     assert not found
 
 

@@ -9,7 +9,7 @@ import nemo_stand_in
 import pytest
 import torch
 from host_cases import error as host_error
-from host_cases import refused_flags
+from host_cases import inherited_flags, refused_flags
 from nemo_oracle import BETA, CAP, DIVISOR, HIGH, PLAIN, TIS, Case
 from nemo_stand_in import Options, master_config
 
@@ -84,12 +84,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["padded", "packed", "log-probabilities"])
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_and_metrics_are_those_of_plain_loops(name, packed):
+def test_gradients_and_metrics_are_those_of_plain_loops(name, kind):
+    """From logits, or from NeMo-RL's log-probabilities as with fuse_loss, a draft model, top_k or top_p."""
     ours, theirs, case = CASES[name]
-    steps = 2 if packed else 1
-    found, logged = train(Options(**PLAIN | theirs, megatron_pg=ours), packed=packed, steps=steps)
+    steps = 2 if kind == "packed" else 1
+    options = Options(**PLAIN | theirs, megatron_pg=ours)
+    found, logged = train(options, packed=kind == "packed", steps=steps, logprobs=kind == "log-probabilities")
     wanted = expected(case, steps)
     assert error(found, wanted) < 1e-6
     for name in ("loss", "num_valid_samples", "token_mult_prob_error", "gen_kl_error", "js_divergence_error"):
@@ -118,17 +120,6 @@ def test_their_options_alone_make_their_gradient():
 
 
 OWN = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error", "sampling_importance_ratio")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_their_log_probabilities_make_the_same_gradient(name):
-    """As with fuse_loss, use_fused_linear_logprobs, a draft model, top_k or top_p."""
-    ours, theirs, case = CASES[name]
-    found, logged = train(Options(**PLAIN | theirs, megatron_pg=ours), logprobs=True)
-    (wanted,) = expected(case)
-    assert error(found, [wanted]) < 1e-6
-    for key in ("loss", "pg/pg_loss", "pg/ratio_new_old", "num_valid_samples"):
-        assert logged[key] == pytest.approx(wanted.metrics[key.removeprefix("pg/")], rel=1e-5)
 
 
 @pytest.mark.parametrize(("theirs", "tis"), [({}, False), (TIS, True), ({"ratio_clip_c": 3.0}, False)])
@@ -187,15 +178,19 @@ def test_other_losses_pass_unchanged():
     del sys.modules["__main__"].Mean
 
 
-def call(loss: PolicyGradientLossFn, rows: dict) -> None:
-    logits = torch.zeros(16, nemo_oracle.WIDTH, nemo_oracle.VOCABULARY)
-    loss(logits=logits, data=rows, global_valid_seqs=None, global_valid_toks=None)
-
-
-def test_rows_that_no_driver_has_planned_are_refused():
+@pytest.mark.parametrize(
+    ("absent", "message"),
+    [
+        (None, r"did not pass the driver's Policy\.train"),
+        ("generation_logprobs", "the rows have no generation_logprobs"),
+    ],
+)
+def test_a_worker_refuses_rows_that_no_driver_has_planned_or_without_what_the_loss_reads(absent, message):
     loss, rows = PolicyGradientLossFn(Options(**PLAIN)), nemo_oracle.batch()
-    with pytest.raises(ValueError, match=r"did not pass the driver's Policy\.train"):
-        call(loss, rows)
+    rows.pop(absent, None)
+    logits = torch.zeros(16, nemo_oracle.WIDTH, nemo_oracle.VOCABULARY)
+    with pytest.raises(ValueError, match=message):
+        loss(logits=logits, data=rows, global_valid_seqs=None, global_valid_toks=None)
 
 
 @pytest.mark.parametrize(
@@ -249,21 +244,20 @@ def test_a_trainer_that_makes_their_loss_is_refused(monkeypatch):
         ClippedPGLossFn(Options())
 
 
-def test_a_release_whose_grpo_section_is_a_dict_is_checked_too():
-    """v0.7.0 has one."""
+def test_the_rest_of_the_configuration_is_checked():
     config = master_config(Options(megatron_pg={"loss_aggregation": "prompt_mean"}), train_global_batch_size=6)
-    config.grpo = vars(config.grpo)
-    assert "part of a prompt's samples" in next(iter(nemo_flags.refused_of_policy(config)))
+    config.grpo, config.data_plane = vars(config.grpo), {"enabled": True}  # in v0.7.0 a dict
+    group, plane = nemo_flags.refused_of_policy(config)
+    assert "part of a prompt's samples" in group
+    assert "data_plane.enabled" in plane
 
 
-def test_rows_that_bypass_the_driver_are_refused():
-    config = master_config(Options())
-    config.data_plane = {"enabled": True}
-    assert "data_plane.enabled" in next(iter(nemo_flags.refused_of_policy(config)))
-
-
-def test_an_option_of_a_newer_release_at_its_default_is_accepted():
-    assert checked(Options(metrics_level="all")).args.pg_objective == "grpo"
+@pytest.mark.parametrize(("given", "ours", "text"), inherited_flags("nemo_rl"))
+def test_options_of_nemo_rl_are_inherited(given, ours, text):
+    """Those of a newer release at their defaults are accepted."""
+    args, rows = checked(Options(**given))
+    assert {name: getattr(args, name) for name in ours} == ours
+    assert text in dict(rows).get("inherited", "")
 
 
 def test_a_second_install_changes_nothing():
@@ -297,13 +291,6 @@ def test_workers_that_train_another_loss_are_noticed_after_their_first_step(monk
     install()
     with pytest.raises(HostLossError, match="workers have trained with another loss"):
         policy().train(nemo_oracle.batch(), PolicyGradientLossFn(Options(**PLAIN)))
-
-
-def test_rows_without_a_column_that_the_loss_reads_are_refused():
-    loss, rows = PolicyGradientLossFn(Options(**PLAIN)), nemo_oracle.batch()
-    del rows["generation_logprobs"]
-    with pytest.raises(ValueError, match=r"the rows have no generation_logprobs"):
-        call(loss, rows)
 
 
 def test_a_first_token_that_the_mask_names_is_not_trained():

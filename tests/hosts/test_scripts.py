@@ -12,10 +12,9 @@ import rollout_hosts
 import verl_configs
 from host_cases import Case
 
-from megatron_pg import ArgumentError
+from megatron_pg import ArgumentError, miles, slime
 from megatron_pg.hosts.nemo_rl.flags import refused_of_policy
 from megatron_pg.hosts.nemo_rl.loss import checked
-from megatron_pg.hosts.rollout import miles, slime
 from megatron_pg.hosts.verl import install, options
 
 ACCEPTED = {"slime": 42, "miles": 31, "verl": 25, "nemo_rl": 148}  # at least
@@ -46,7 +45,7 @@ def of_rollouts(host: Any) -> Callable[[Mapping[str, Any]], object]:
 
     def check(given: Mapping[str, Any]) -> object:
         flags = {name.replace("-", "_"): value for name, value in given.items()}
-        name, off = host.declaration.name, dict.fromkeys(("pg_clip_eps_low", "pg_clip_eps_high", "loss_aggregation"))
+        name, off = host.name, dict.fromkeys(("pg_clip_eps_low", "pg_clip_eps_high", "loss_aggregation"))
         derived = {"eps_clip_high": flags.get("eps_clip", 0.2), "opd_kl_coef": 1.0}
         return host.checked(rollout_hosts.arguments(name, Case(), **off | derived | flags))
 
@@ -66,7 +65,9 @@ def of_verl(given: Mapping[str, Any]) -> object:
     made = verl_configs.actor(**actor, policy_loss=verl_configs.policy_loss(mode))
     vars(made)[options.RESPONSE_LENGTH] = given.get("rollout.response_length")
     if "distillation.enabled" in given:
-        install._checked(dict)({"_target_": "verl.DistillationConfig", "enabled": given["distillation.enabled"]})
+        install._convert_and_check(
+            dict, {"_target_": "verl.DistillationConfig", "enabled": given["distillation.enabled"]}
+        )
     model = verl_configs.model_config(mtp=given.get("model.mtp.enable", False))
     return options.checked(verl_configs.engine_config(**engine), model, made)
 

@@ -11,19 +11,20 @@ import host_runs
 import launches
 import pytest
 import torch
-from host_cases import refused_flags
+import verl_configs
+from host_cases import inherited_flags, refused_flags
 from host_runs import LIMIT
 from processes import ROOT, environment
-from verl_configs import actor, engine_config, model_config, policy_loss
 
 from megatron_pg.args import ArgumentError
 from megatron_pg.hosts.verl import options as verl_options
 from megatron_pg.hosts.verl.install import install
-from megatron_pg.hosts.verl.options import RESPONSE_LENGTH, checked
+from megatron_pg.hosts.verl.options import checked
 from megatron_pg.hosts.verl.samples import samples_of
 
 FOLDER = Path(os.environ.get("VERL", ROOT / ".venv" / "verl-0.9.1"))  # the Makefile installs it
 LAYOUTS = ("dp2", "cp2", "pp2", "tp2", "tp2, whole sequences")
+of_gspo = pytest.mark.filterwarnings("ignore::megatron_pg.ArgumentWarning")  # about gspo's clip
 needs_verl = pytest.mark.skipif(not FOLDER.is_dir(), reason="needs verl 0.9.1: make .venv/verl-0.9.1, or VERL=")
 
 
@@ -68,7 +69,7 @@ def test_verls_own_loss_beside_ours_makes_no_jump(on_ranks, evidence):
 
 @needs_verl
 def test_verls_count_of_tokens_loses_some_under_context_parallelism_and_ours_none(on_ranks):
-    floors = {layout: on_ranks[layout]["floor"] for layout in LAYOUTS}
+    floors = {layout: on_ranks[layout]["floor"] for layout in LAYOUTS if "floor" in on_ranks[layout]}
     assert floors.pop("cp2") > 1e-3  # ours under the same flag: the cases above
     assert max(floors.values()) < LIMIT
 
@@ -124,93 +125,27 @@ def test_the_workers_configurations_are_checked_before_a_model_is_built(on_ranks
 # --- what the configuration says ---
 
 
-def arguments(options=None, *, engine=None, mtp=False, without_actor=False, **flags):
-    given = engine_config(options, **engine or {})
-    return checked(given, model_config(mtp=mtp), None if without_actor else actor(**flags))
+def arguments(ours=None, *, engine=None, mtp=False, has_actor=True, policy_loss=None, **flags):
+    theirs = verl_configs.policy_loss(**policy_loss or {"loss_mode": "vanilla"})
+    given = verl_configs.engine_config(ours, **engine or {})
+    config = verl_configs.actor(policy_loss=theirs, **flags) if has_actor else None
+    return checked(given, verl_configs.model_config(mtp=mtp), config)
 
 
-def test_without_options_the_loss_is_what_verls_actor_says():
-    args, rows = arguments(clip_ratio_high=0.28, entropy_coeff=0.01, use_kl_loss=True, kl_loss_type="mse")
-    assert (args.pg_objective, args.loss_aggregation) == ("dual_clip,cap=3.0", "token_mean")
-    assert (args.pg_clip_eps_low, args.pg_clip_eps_high) == (0.2, 0.28)
-    assert (args.pg_kl_coef, args.pg_kl_estimator, args.pg_entropy_coef) == (0.001, "k2", 0.01)
-    assert (args.pg_aux_aggregation, args.pg_metrics) == ("policy", "basic")
-    assert arguments(calculate_entropy=True).args.pg_metrics == "with_entropy"
-    (row,) = rows
-    assert "actor.clip_ratio_high is --pg-clip-eps-high 0.28" in row[1]
+@of_gspo
+@pytest.mark.parametrize(("given", "ours", "text"), inherited_flags("verl"))
+def test_without_options_the_loss_is_what_verls_actor_says(given, ours, text):
+    """An option takes the place of what verl has by default."""
+    args, rows = arguments(**given)
+    assert {name: getattr(args, name) for name in ours} == ours
+    assert text in dict(rows).get("inherited", "")
 
 
-def test_a_constant_of_verl_is_ours():
-    args, _ = arguments(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=4096)
-    assert (args.loss_aggregation, args.loss_aggregation_divisor) == ("constant", 4096.0)
-    args, _ = arguments(loss_agg_mode="seq-mean-token-sum")
-    assert (args.loss_aggregation, args.loss_aggregation_divisor) == ("constant", 1.0)
-
-
-MODES = {
-    "gspo": ("gspo_token", {"pg_clip_eps_low": 0.1, "pg_clip_eps_high": 0.3}),
-    "cispo": ("cispo,cap=1.3", {"pg_clip_eps_low": 0.1}),
-    "dppo_tv": ("dppo_tv,delta_low=0.1,delta_high=0.3,cap=3.0", {}),
-    "dppo_kl": ("dppo_kl,delta_low=0.1,delta_high=0.3,cap=3.0", {}),
-}
-
-
-@pytest.mark.filterwarnings("ignore::megatron_pg.ArgumentWarning")  # about gspo's clip
-@pytest.mark.parametrize("mode", MODES)
-def test_a_policy_loss_of_verl_is_the_objective_that_computes_it(mode):
-    objective, numbers = MODES[mode]
-    given = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "loss_agg_mode": "seq-mean-token-mean"}
-    args, _ = arguments(policy_loss=policy_loss(mode), **given)
-    assert args.pg_objective == objective
-    assert {name: getattr(args, name) for name in numbers} == numbers
-
-
-def test_a_policy_loss_without_clip_bounds_reads_its_own_numbers():
-    args, _ = arguments(policy_loss=policy_loss("sapo"), tau_pos=2.0, loss_agg_mode="seq-mean-token-mean")
-    assert args.pg_objective == "sapo,tau_pos=2.0,tau_neg=1.05"
-    assert arguments(policy_loss=policy_loss("gpg"), clip_ratio_c=5.0).args.pg_objective == "reinforce"
-    args, _ = arguments(policy_loss=policy_loss("dro", dro_beta=0.4))
-    assert args.pg_objective == "dro,beta=0.4"
-
-
-def test_a_clip_bound_that_is_null_is_clip_ratio():
-    args, _ = arguments(clip_ratio=0.3, clip_ratio_low=None)
-    assert (args.pg_clip_eps_low, args.pg_clip_eps_high) == (0.3, 0.2)
-
-
-def test_a_kl_term_without_a_coefficient_is_measured_by_nobody_and_refused_by_nobody():
-    args, rows = arguments(use_kl_loss=True, kl_loss_coef=0.0, kl_loss_type="k3+")
-    assert (args.pg_kl_coef, args.pg_kl_estimator, args.pg_aux_aggregation) == (0.0, None, "default")
-    assert "actor.kl_loss_coef is --pg-kl-coef 0.0" in dict(rows)["inherited"]
-
-
-def test_a_scale_factor_that_is_null_is_the_rollouts_response_length():
-    given = actor(loss_agg_mode="seq-mean-token-sum-norm")
-    vars(given)[RESPONSE_LENGTH] = 8192
-    args, rows = checked(engine_config(), model_config(), given)
-    assert (args.loss_aggregation, args.loss_aggregation_divisor) == ("constant", 8192.0)
-    inherited = "rollout.response_length (actor.loss_scale_factor is null) is --loss-aggregation-divisor 8192.0"
-    assert inherited in rows[0][1]
-
-
-def test_options_take_the_place_of_what_verl_has_by_default():
-    args, _ = arguments({"pg_objective": "gspo", "loss_aggregation": "sample_mean"})
-    assert (args.pg_objective, args.pg_clip_eps_low, args.loss_aggregation) == ("gspo", None, "sample_mean")
-    args, _ = arguments({"pg_clip_eps_high": 0.28})
-    assert (args.pg_objective, args.pg_clip_eps_low, args.pg_clip_eps_high) == ("dual_clip,cap=3.0", 0.2, 0.28)
-
-
-def test_the_reference_model_needs_no_actor():
-    args, _ = arguments({"pg_kernel": "torch"}, engine={"use_fused_kernels": True}, without_actor=True)
-    assert args.pg_fused_head == "recompute"
-
-
-@pytest.mark.filterwarnings("ignore::megatron_pg.ArgumentWarning")  # about gspo's clip
+@of_gspo
 @pytest.mark.parametrize(("given", "message"), refused_flags("verl"))
 def test_what_contradicts_or_was_not_run_is_refused_by_name(given, message):
-    flags = {name: policy_loss(value) if name == "policy_loss" else value for name, value in given.items()}
     with pytest.raises(ArgumentError) as refused:
-        arguments(flags.pop("ours", None), **flags)
+        arguments(**given)
     assert message in str(refused.value)
 
 
@@ -253,13 +188,9 @@ def test_rows_become_samples_and_filling_rows_nothing():
     assert sample.tokens.tolist() == [1, 2, 3]
 
 
-def test_a_row_that_trains_a_token_is_a_sample_with_any_uid():
-    rows = samples_of(batch(uid=Column(["padlock", "pad1"])))
-    assert [row and row.prompt_id for row in rows] == ["padlock", None]
-
-
-def test_a_reward_is_the_sum_of_its_scores():
-    assert samples_of(batch(rm_scores=nested([0.5, 2.0], [0.0])))[0].reward == 2.5
+def test_a_row_that_trains_a_token_is_a_sample_with_any_uid_and_a_reward_is_the_sum_of_its_scores():
+    sample, filling = samples_of(batch(uid=Column(["padlock", "pad1"]), rm_scores=nested([0.5, 2.0], [0.0])))
+    assert (sample.prompt_id, sample.reward, filling) == ("padlock", 2.5, None)
 
 
 def test_without_sessions_every_row_is_a_rollout_and_a_masked_sample_counts():

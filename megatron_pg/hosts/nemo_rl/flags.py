@@ -7,10 +7,9 @@ inherited, and a different value in our options is an error.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_pg.declarations.declaration import Number
 from megatron_pg.declarations.objectives import CAP, CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT, WEIGHT_CAP
 from megatron_pg.flags.option_text import Selection
-from megatron_pg.hosts.startup import Inherited, flag_of, numbers_of
+from megatron_pg.hosts.startup import Answer, Inherited, cut_groups, flag_of, numbers_of
 
 OURS = "megatron_pg"  # the key below `loss_fn` that holds our options
 _NOT_TRUNCATED = 1e9  # above e^20, at which log-ratios are clamped
@@ -29,6 +28,13 @@ _OBJECTIVES = {  # the option that selects it: ours
     "disable_ppo_ratio": "reinforce",
     "ratio_clip_c": "dual_clip",
 }
+_NUMBERS = (  # their option, our number, and what is added
+    ("ratio_clip_min", CLIP_EPS_LOW, 0),
+    ("ratio_clip_max", CLIP_EPS_HIGH, 0),
+    ("ratio_clip_max", WEIGHT_CAP, 1),
+    ("ratio_clip_c", CAP, 0),
+)
+_AGGREGATION = {"loss_aggregation", "custom_pg_loss_reducer_function_path"}  # our arguments that set it
 _CORRECTIONS = {  # type, and whether importance weights are sequence-level: ours
     (None, False): "tis",
     ("tis", False): "tis",
@@ -56,76 +62,11 @@ def given(loss_fn: Mapping[str, Any]) -> dict[str, Any]:
     return dict(loss_fn.get(OURS) or {})
 
 
-def inherited(loss_fn: Mapping[str, Any]) -> Iterator[Inherited]:
-    """Values that our arguments take from their options."""
-    ours = given(loss_fn)
-    if not _gives_aggregation(ours):
-        mode = "token_mean" if loss_fn["token_level_loss"] else "sample_mean"
-        yield Inherited("loss_fn.token_level_loss", "loss_aggregation", mode)
-    selected = next((option for option in _OBJECTIVES if loss_fn[option]), None)
-    objective = _OBJECTIVES[selected] if selected else None
-    if objective:
-        yield Inherited(f"loss_fn.{selected}", "pg_objective", objective)
-    reads = _reads(objective, ours)
-    for option, number, plus in (
-        ("ratio_clip_min", CLIP_EPS_LOW, 0),
-        ("ratio_clip_max", CLIP_EPS_HIGH, 0),
-        ("ratio_clip_max", WEIGHT_CAP, 1),
-        ("ratio_clip_c", CAP, 0),
-    ):
-        if number in reads and loss_fn[option] is not None:
-            yield Inherited.number(f"loss_fn.{option}{' + 1' * plus}", number, plus + loss_fn[option])
-    coefficient = _kl_coefficient(loss_fn)
-    yield Inherited("loss_fn.reference_policy_kl_penalty", "pg_kl_coef", coefficient)
-    if coefficient and "pg_kl_estimator" not in ours:  # `refused` has the cases in which k2 is not NeMo-RL's gradient
-        # NeMo-RL weighs k3 by π/sg(π): value k3 and gradient x, which is k2's
-        yield Inherited("loss_fn.reference_policy_kl_type k3, by its gradient,", "pg_kl_estimator", "k2")
-    if loss_fn["use_importance_sampling_correction"]:
-        yield from _correction(loss_fn)
+def answers(loss_fn: Mapping[str, Any], usual: Mapping[str, Any] = {}) -> Iterator[Answer]:
+    """What our arguments inherit from their options, and messages about those that this loss does not support.
 
-
-def _reads(objective: str | None, ours: Mapping[str, Any]) -> set[Number]:
-    """Numbers that the objective in force reads; a custom objective reads none."""
-    if ours.get("pg_custom_objective_path"):
-        return set()
-    return numbers_of(objective or ours.get("pg_objective", DEFAULT))
-
-
-def _correction(loss_fn: Mapping[str, Any]) -> Iterator[Inherited]:
-    kind = loss_fn[f"{_TIS}_type"]
-    name = _CORRECTIONS.get((kind, loss_fn["sequence_level_importance_ratios"]))
-    if name is not None:
-        low, high = loss_fn[f"{_TIS}_ratio_min"], loss_fn[f"{_TIS}_ratio"]
-        option = "loss_fn.use_importance_sampling_correction"
-        yield Inherited(option if kind is None else f"{option} with {kind}", "pg_correction", name)
-        lowest, highest = 0.0 if low is None else low, _NOT_TRUNCATED if kind is None else high
-        yield Inherited(f"loss_fn.{_TIS}_ratio_min", "pg_correction", lowest, option="low")
-        yield Inherited(f"loss_fn.{_TIS}_ratio", "pg_correction", highest, option="high")
-
-
-def _gives_aggregation(ours: Mapping[str, Any]) -> bool:
-    return "loss_aggregation" in ours or "custom_pg_loss_reducer_function_path" in ours
-
-
-def _kl_coefficient(loss_fn: Mapping[str, Any]) -> float:
-    return 0.0 if loss_fn["use_kl_in_reward"] else loss_fn["reference_policy_kl_penalty"]
-
-
-def not_read(loss_fn: Mapping[str, Any]) -> str:
-    """Options of `loss_fn` without effect on this loss, for the banner."""
-    ours = given(loss_fn)
-    unused = ["kl_input_clamp_value, kl_output_clamp_value: the penalty is not clamped"]
-    if "pg_kl_estimator" in ours:
-        unused.append("reference_policy_kl_type")
-    if not {CLIP_EPS_LOW.attribute, CLIP_EPS_HIGH.attribute} & {flag.attribute for flag in inherited(loss_fn)}:
-        unused.append("ratio_clip_min, ratio_clip_max: the objective has no such bounds")
-    if _gives_aggregation(ours):
-        unused.append("token_level_loss: the aggregation is given")
-    return "; ".join(unused)
-
-
-def refused(loss_fn: Mapping[str, Any], usual: Mapping[str, Any] = {}) -> Iterator[str]:
-    """Messages about options that this loss does not support; `usual` are the defaults of the installed release."""
+    `usual` are the defaults of the installed release.
+    """
     ours = given(loss_fn)
     for option in sorted(loss_fn.keys() - {*KNOWN, OURS}):
         known = f"loss_fn.{option}={loss_fn[option]!r} is"
@@ -135,31 +76,81 @@ def refused(loss_fn: Mapping[str, Any], usual: Mapping[str, Any] = {}) -> Iterat
             yield f"{known} an option that megatron_pg does not compute. Set it to its default {usual[option]!r}."
     if weight := loss_fn["positive_example_nll_weight"]:
         yield f"loss_fn.positive_example_nll_weight={weight} has a denominator of one micro-batch. Set it to 0."
-    if loss_fn[ON_POLICY]:
-        yield from _refused_of_logits(ours, [f"loss_fn.{ON_POLICY}"])
-        correction = next((f.value for f in inherited(loss_fn) if f.ours == "--pg-correction"), None)
-        correction = correction or Selection.of("pg_correction", ours.get("pg_correction", "none")).name
-        if correction not in ("none", "tis"):
-            reads = f"that --pg-correction {correction} reads. Set it to false."
-            yield f"loss_fn.{ON_POLICY}=True leaves out the old log-probabilities {reads}"
-    selected = [option for option in _OBJECTIVES if loss_fn[option]]
+    if not _AGGREGATION & ours.keys():
+        mode = "token_mean" if loss_fn["token_level_loss"] else "sample_mean"
+        yield Inherited("loss_fn.token_level_loss", "loss_aggregation", mode)
+    yield from _of_objective(loss_fn, ours)
+    yield from _of_penalty(loss_fn, ours)
+    yield from _of_correction(loss_fn, ours)
+    for name, reason in _NO_EFFECT.items():
+        if (value := ours.get(name)) and (name, value) != ("pg_temperature", 1.0):
+            yield f"{flag_of(name)} {value}: {reason}"
+
+
+def _of_objective(loss_fn: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[Answer]:
+    objective, selected = ours.get("pg_objective", DEFAULT), [option for option in _OBJECTIVES if loss_fn[option]]
+    if selected:
+        objective = _OBJECTIVES[selected[0]]
+        yield Inherited(f"loss_fn.{selected[0]}", "pg_objective", objective)
     if len(selected) > 1:
         yield f"loss_fn.{' and loss_fn.'.join(selected)} together have no objective here; keep one"
-    kind, is_on = loss_fn[f"{_TIS}_type"], loss_fn["use_importance_sampling_correction"]
-    if is_on and (kind, loss_fn["sequence_level_importance_ratios"]) not in _CORRECTIONS:
-        yield f"loss_fn.{_TIS}_type={kind!r} has no correction here; give megatron_pg.pg_correction instead"
-    if kind is not None and not is_on:
-        yield f"loss_fn.{_TIS}_type={kind!r} has no effect without use_importance_sampling_correction; set both"
+    reads = set() if ours.get("pg_custom_objective_path") else numbers_of(objective)
+    for option, number, plus in _NUMBERS:
+        if number in reads and loss_fn[option] is not None:
+            yield Inherited.number(f"loss_fn.{option}{' + 1' * plus}", number, plus + loss_fn[option])
+
+
+def _of_penalty(loss_fn: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[Answer]:
+    coefficient = _kl_coefficient(loss_fn)
+    yield Inherited("loss_fn.reference_policy_kl_penalty", "pg_kl_coef", coefficient)
+    if not coefficient or "pg_kl_estimator" in ours:
+        return
+    # NeMo-RL weighs k3 by π/sg(π): value k3 and gradient x, which is k2's
+    yield Inherited("loss_fn.reference_policy_kl_type k3, by its gradient,", "pg_kl_estimator", "k2")
     estimator, is_weighted = loss_fn["reference_policy_kl_type"], loss_fn["use_on_policy_kl_approximation"]
-    if _kl_coefficient(loss_fn) and "pg_kl_estimator" not in ours and (is_weighted or estimator != "k3"):
+    if is_weighted or estimator != "k3":
         yield (
             f"loss_fn.reference_policy_kl_type={estimator!r} (use_on_policy_kl_approximation={is_weighted}) has a "
             "gradient that no estimator here has. Set loss_fn.megatron_pg.pg_kl_estimator, for example to k3_weighted, "
             "which weighs by π/π_old."
         )
-    for name, reason in _NO_EFFECT.items():
-        if (value := ours.get(name)) and (name, value) != ("pg_temperature", 1.0):
-            yield f"{flag_of(name)} {value}: {reason}"
+
+
+def _of_correction(loss_fn: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[Answer]:
+    kind, option = loss_fn[f"{_TIS}_type"], "use_importance_sampling_correction"
+    name = _CORRECTIONS.get((kind, loss_fn["sequence_level_importance_ratios"])) if loss_fn[option] else None
+    if name is not None:
+        yield Inherited(f"loss_fn.{option}" + ("" if kind is None else f" with {kind}"), "pg_correction", name)
+        low, high = loss_fn[f"{_TIS}_ratio_min"], _NOT_TRUNCATED if kind is None else loss_fn[f"{_TIS}_ratio"]
+        yield Inherited(f"loss_fn.{_TIS}_ratio_min", "pg_correction", 0.0 if low is None else low, option="low")
+        yield Inherited(f"loss_fn.{_TIS}_ratio", "pg_correction", high, option="high")
+    elif loss_fn[option]:
+        yield f"loss_fn.{_TIS}_type={kind!r} has no correction here; give megatron_pg.pg_correction instead"
+    elif kind is not None:
+        yield f"loss_fn.{_TIS}_type={kind!r} has no effect without {option}; set both"
+    if loss_fn[ON_POLICY]:
+        yield from _of_logits(ours, [f"loss_fn.{ON_POLICY}"])
+        correction = name or Selection.of("pg_correction", ours.get("pg_correction", "none")).name
+        if correction not in ("none", "tis"):
+            reads = f"that --pg-correction {correction} reads. Set it to false."
+            yield f"loss_fn.{ON_POLICY}=True leaves out the old log-probabilities {reads}"
+
+
+def _kl_coefficient(loss_fn: Mapping[str, Any]) -> float:
+    return 0.0 if loss_fn["use_kl_in_reward"] else loss_fn["reference_policy_kl_penalty"]
+
+
+def not_read(loss_fn: Mapping[str, Any]) -> str:
+    """Options of `loss_fn` without effect on this loss, for the banner."""
+    ours, attributes = given(loss_fn), {flag.attribute for flag in answers(loss_fn) if isinstance(flag, Inherited)}
+    unused = ["kl_input_clamp_value, kl_output_clamp_value: the penalty is not clamped"]
+    if "pg_kl_estimator" in ours:
+        unused.append("reference_policy_kl_type")
+    if not {CLIP_EPS_LOW.attribute, CLIP_EPS_HIGH.attribute} & attributes:
+        unused.append("ratio_clip_min, ratio_clip_max: the objective has no such bounds")
+    if _AGGREGATION & ours.keys():
+        unused.append("token_level_loss: the aggregation is given")
+    return "; ".join(unused)
 
 
 def refused_of_policy(config: Any) -> Iterator[str]:
@@ -167,15 +158,13 @@ def refused_of_policy(config: Any) -> Iterator[str]:
     policy, loss_fn = config.policy, config.loss_fn.model_dump()
     if not (policy.get("megatron_cfg") or {}).get("enabled"):
         yield "policy.megatron_cfg.enabled is not true, and this loss is for NeMo-RL's Megatron worker; enable it"
-    yield from _refused_of_logits(given(loss_fn), passes_logprobs(policy))
+    yield from _of_logits(given(loss_fn), passes_logprobs(policy))
     if (cut := _cuts_off(policy)) and _kl_coefficient(loss_fn):
         fix = "Set loss_fn.reference_policy_kl_penalty to 0, or policy.generation.top_k to null and top_p to 1.0."
         yield f"{cut} cuts off logits, but not those of NeMo-RL's KL term. {fix}"
     grpo = config.grpo if isinstance(config.grpo, Mapping) else vars(config.grpo)  # in v0.7.0 a dict
-    size, group = policy["train_global_batch_size"], grpo["num_generations_per_prompt"]
-    if given(loss_fn).get("loss_aggregation") == "prompt_mean" and size % group:
-        sizes = f"policy.train_global_batch_size={size} and grpo.num_generations_per_prompt={group}"
-        yield f"prompt_mean with {sizes}: a step would hold part of a prompt's samples; use a multiple"
+    sizes = policy["train_global_batch_size"], "grpo.num_generations_per_prompt=", grpo["num_generations_per_prompt"]
+    yield from cut_groups(given(loss_fn), "policy.train_global_batch_size=", *sizes)
     if (getattr(config, "data_plane", None) or {}).get("enabled"):
         yield "data_plane.enabled=true sends rows past Policy.train, where this loss plans the step; set it to false"
 
@@ -194,7 +183,7 @@ def _cuts_off(policy: Mapping[str, Any]) -> str | None:
     return None if top_k in (None, -1) and top_p == 1.0 else f"policy.generation.top_k={top_k}, top_p={top_p}"
 
 
-def _refused_of_logits(ours: Mapping[str, Any], sources: Sequence[str]) -> Iterator[str]:
+def _of_logits(ours: Mapping[str, Any], sources: Sequence[str]) -> Iterator[str]:
     """Messages about our options that read logits, where there are none."""
     reads = [(name, ours[name]) for name, usual in _OF_LOGITS.items() if ours.get(name, usual) != usual]
     reads += [("pg_term", term) for term in ours.get("pg_term") or () if ":entropy" in term]

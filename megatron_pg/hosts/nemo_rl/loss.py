@@ -10,40 +10,32 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.args import ArgumentError
 from megatron_pg.batch import Sequences, TokenFields
 from megatron_pg.batch.zigzag import zigzag_index
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.hosts.nemo_rl import flags as nemo_flags
 from megatron_pg.hosts.nemo_rl.rows import COLUMN, FIELDS, SUM, fields_of, mismatch
-from megatron_pg.hosts.startup import CheckedArguments, check, check_signature
+from megatron_pg.hosts.patching import check_signatures
+from megatron_pg.hosts.startup import CheckedArguments, check, refuse
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.loss import microbatch_logprobs_loss, microbatch_loss
 
 VERSION = "NeMo-RL 7ea279ab"  # that this was run with
-_SCALING = "takes C·Σwℓ of this rank's tokens, divides by C and sums over micro-batches, packed sequences and ranks"
-_IN_THE_WORKER = "nemo_rl.models.megatron.train:LossPostProcessor"
+SCALING = "takes C·Σwℓ of this rank's tokens, divides by C and sums over micro-batches, packed sequences and ranks"
+_IN_THE_WORKER = "nemo_rl.models.megatron.train:LossPostProcessor(loss_fn, cfg, num_microbatches, cp_normalize)"
 
 
 def checked(cfg: Any, refused: Sequence[str] = ()) -> CheckedArguments:
-    """Our arguments, from NeMo-RL's `loss_fn` and its key `megatron_pg`.
-
-    Raises:
-        ArgumentError: with every violation at once.
-    """
+    """Our arguments, from NeMo-RL's `loss_fn` and its key `megatron_pg`."""
     loss_fn = cfg.model_dump()
     if missing := sorted(nemo_flags.KNOWN - loss_fn.keys()):
-        message = (
-            f"loss_fn has no {', '.join(missing)}, as in {VERSION}; use that version, or a megatron_pg that supports "
-            "yours"
-        )
-        raise ArgumentError([("E70", message)])
+        fix = "use that version, or a megatron_pg that supports yours"
+        refuse(f"loss_fn has no {', '.join(missing)}, as in {VERSION}; {fix}")
     usual = {name: field.get_default(call_default_factory=True) for name, field in type(cfg).model_fields.items()}
-    inherited, all_refused = [*nemo_flags.inherited(loss_fn)], [*nemo_flags.refused(loss_fn, usual), *refused]
-    arguments = check("NeMo-RL", nemo_flags.given(loss_fn), megatron={}, inherited=inherited, refused=all_refused)
-    return CheckedArguments(
-        arguments.args, [("NeMo-RL", _SCALING), *arguments.rows, ("without effect", nemo_flags.not_read(loss_fn))]
-    )
+    answers = [*nemo_flags.answers(loss_fn, usual), *refused]
+    arguments = check("NeMo-RL", nemo_flags.given(loss_fn), megatron={}, answers=answers)
+    arguments.rows.append(("without effect", nemo_flags.not_read(loss_fn)))
+    return arguments
 
 
 class PolicyGradientLossFn:
@@ -79,34 +71,26 @@ class PolicyGradientLossFn:
     @functools.cached_property
     def settings(self) -> LossSettings:
         """The settings of a worker."""
-        check_signature(VERSION, _IN_THE_WORKER, ("loss_fn", "cfg", "num_microbatches", "cp_normalize"))
+        check_signatures(VERSION, [_IN_THE_WORKER])
         return LossSettings.from_args(self.args)
 
     def __call__(
         self,
         *,
-        data: Mapping[str, Any],
-        global_valid_toks: Tensor,
-        logits: Tensor | None = None,
-        next_token_logprobs: Tensor | None = None,
+        data: Mapping[str, Any],  # whole rows, with a token's values at its own position
+        global_valid_toks: Tensor,  # [] trained tokens of the step, for NeMo-RL's metrics only
+        logits: Tensor | None = None,  # [b, s / C, V / tp], at the rollouts' temperature; b = 1 if C > 1 or packed
+        next_token_logprobs: Tensor | None = None,  # [b, s - 1] nats instead, of whole rows
         **rest: object,
     ) -> tuple[Tensor, dict[str, float]]:
         """C·S of this rank's tokens, and sums over all context-parallel ranks, every one of which must call.
 
-        Args:
-            data: whole rows, with a token's values at its own position.
-            global_valid_toks: [] trained tokens of the step, for NeMo-RL's metrics only.
-            logits: [b, s / C, V / tp], at the rollouts' temperature; b = 1 where C > 1, or sequences are packed.
-            next_token_logprobs: [b, s - 1] nats instead, of whole rows; NeMo-RL adds gradients up over context-parallel
-                ranks, and divides by C.
-            rest: not read.
+        Given log-probabilities, NeMo-RL adds gradients up over context-parallel ranks, and divides by C.
         """
         from megatron.core import parallel_state
 
-        context, tensor = (
-            group if group.size() > 1 else None
-            for group in (parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_group())
-        )
+        groups = parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_group()
+        context, tensor = (group if group.size() > 1 else None for group in groups)
         if next_token_logprobs is not None:
             context, logprobs = None, next_token_logprobs.reshape(-1)
             fields = self._fields(next_token_logprobs, data, context)

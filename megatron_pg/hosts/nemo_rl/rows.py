@@ -7,7 +7,7 @@ sent as columns of the batch. The workers return sums, from which the step's exa
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,39 +30,24 @@ def fields_of(settings: LossSettings) -> dict[str, str]:
     return FIELDS | ({"ref_logprobs": "reference_policy_logprobs"} if "ref_logprobs" in settings.terms.reads else {})
 
 
-class _Place(NamedTuple):
-    """The position of a sample's response."""
-
-    row: int
-    start: int
-    end: int
-    sample: Sample
-
-
 def plan_steps(data: MutableMapping[str, Any], settings: LossSettings, rows_per_step: int) -> list[StepPlan]:
-    """Plan the steps of a train call, and add their weights to `data` as columns [rows, s] float32.
-
-    Raises:
-        StepPlanError, ValueError: the rows lack what the loss needs, or a trained token has a value that is not finite.
-    """
-    size = len(data["input_ids"])
-    steps = [range(first, min(first + rows_per_step, size)) for first in range(0, size, rows_per_step)]
-    return [_plan_step(data, settings, rows) for rows in steps]
+    """Plan the steps of a train call, and add their weights to `data` as columns [rows, s] float32."""
+    every = range(len(data["input_ids"]))
+    return [_plan_step(data, settings, every[first : first + rows_per_step]) for first in every[::rows_per_step]]
 
 
 def _plan_step(data: MutableMapping[str, Any], settings: LossSettings, rows: range) -> StepPlan:
-    places = list(_places(data, settings, rows))
-    whole = pack([place.sample for place in places], qkv_format="thd")
-    step = PlannedStep.of(lambda: [whole], settings, group=None)
+    samples = list(_samples(data, settings, rows))
+    step = PlannedStep.of(lambda: [pack(samples, qkv_format="thd")], settings, group=None)
     for name, values in step.fields[0].items():
         column = data.setdefault(COLUMN + name, torch.zeros(data["input_ids"].shape))
-        for place, part in zip(places, values.split([p.end - p.start for p in places]), strict=True):
-            column[place.row, place.start : place.end] = part
+        for sample, part in zip(samples, values.split([s.response_length for s in samples]), strict=True):
+            column[sample.rollout_id, len(sample.tokens) - len(part) : len(sample.tokens)] = part
     return step.plan
 
 
-def _places(data: Mapping[str, Any], settings: LossSettings, rows: range) -> Iterator[_Place]:
-    """The samples of a step: the rows that the sample mask keeps."""
+def _samples(data: Mapping[str, Any], settings: LossSettings, rows: range) -> Iterator[Sample]:
+    """The samples of a step: the rows that the sample mask keeps, each a rollout with its number."""
     with_prompts = needs_prompt_ids(settings.aggregation)
     for row in rows:
         scale, length = float(data["sample_mask"][row]), int(data["input_lengths"][row])
@@ -79,10 +64,9 @@ def _places(data: Mapping[str, Any], settings: LossSettings, rows: range) -> Ite
         tokens = data["input_ids"][row, :length].long()
         prompt = hashlib.blake2b(tokens[:start].numpy().tobytes()).hexdigest() if with_prompts else None
         values = {field: data[name][row, start:length].double() for field, name in fields_of(settings).items()}
-        sample = Sample(
+        yield Sample(
             tokens=tokens, loss_mask=mask[start:], sample_id=str(row), rollout_id=row, prompt_id=prompt, **values
         )
-        yield _Place(row, start, length, sample)
 
 
 def mismatch(fields: TokenFields, estimator: str) -> dict[str, Tensor]:
@@ -105,9 +89,6 @@ def exact(metrics: MutableMapping[str, list[float]], settings: LossSettings, pla
     """Replace the sums of all micro-batches by metrics `pg/…`, each the mean over the call's steps.
 
     A mean over samples is over all steps. Extrema are left out, and ratios of sums where there are several steps.
-
-    Raises:
-        NonFiniteLossError: a trained token's loss was not finite; the optimizer has moved.
     """
     reduction = settings.metrics
     totals = [sum(metrics.pop(f"{SUM}{i}")) for i in range(reduction.width)]

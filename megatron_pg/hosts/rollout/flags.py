@@ -6,10 +6,10 @@ from typing import Any
 
 from megatron_pg.declarations.objectives import CAP, CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT
 from megatron_pg.flags.option_text import Selection
-from megatron_pg.hosts.startup import Inherited, defaults, flag_of, numbers_of
+from megatron_pg.hosts.startup import Answer, Inherited, cut_groups, defaults, flag_of, numbers_of
 from megatron_pg.rollouts.fields import POLICY
 
-_CLIPS = {"eps_clip": CLIP_EPS_LOW.attribute, "eps_clip_high": CLIP_EPS_HIGH.attribute}
+_CLIPS = {"eps_clip": CLIP_EPS_LOW, "eps_clip_high": CLIP_EPS_HIGH}
 _EPS_CLIP = 0.2  # their default of both
 _TIS = {"tis_clip_low": ("low", 0.0), "tis_clip": ("high", 2.0)}  # the option of tis, and their default
 _ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}  # low_var_kl is k3 with a cap of 10
@@ -21,7 +21,6 @@ _UNSUPPORTED = {  # flags whose effect lies in the loss that ours replaces, and 
     "custom_loss_function_path": "remove it, or remove this loss",
 }
 SFT = "sft"  # our name of the term that --loss-type sft_loss trains
-_ONLY_SFT = [f"{POLICY}:{POLICY},weight=0", f"{SFT}:ce"]
 _OURS = ("pg_", "loss_aggregation", "docs_per_step")  # prefixes of our arguments
 
 
@@ -36,35 +35,9 @@ def trains_sft(args: argparse.Namespace) -> bool:
     return args.loss_type == "sft_loss"
 
 
-def inherited(args: argparse.Namespace) -> Iterator[Inherited]:
-    """Values that our arguments take from the host's flags."""
-    yield Inherited("--rollout-temperature", "pg_temperature", args.rollout_temperature)
-    for flag, theirs in _selected(args).items():
-        yield Inherited(flag, "pg_objective", theirs)
-    if [*_selected(args)] == ["--eps-clip-c"]:
-        yield Inherited.number("--eps-clip-c", CAP, args.eps_clip_c)
-    if _clips(args):
-        for name, ours in _CLIPS.items():
-            value = getattr(args, name)
-            yield Inherited(flag_of(name), ours, value, value == _EPS_CLIP)
-    if args.use_tis:  # weights of the tokens: exp(old - rollout), clamped
-        yield Inherited("--use-tis", "pg_correction", "tis")
-        for name, (option, default) in _TIS.items():
-            value = getattr(args, name)
-            yield Inherited(flag_of(name), "pg_correction", value, value == default, option)
-    if args.use_kl_loss and args.kl_loss_coef:
-        estimator = _ESTIMATORS[args.kl_loss_type] + ("_weighted" if vars(args).get("use_unbiased_kl") else "")
-        yield Inherited("--kl-loss-coef", "pg_kl_coef", args.kl_loss_coef)
-        yield Inherited(f"--kl-loss-type {args.kl_loss_type}", "pg_kl_estimator", estimator)
-    if trains_sft(args):
-        yield Inherited("--loss-type sft_loss", "pg_term", _ONLY_SFT)
-    if args.entropy_coef:
-        yield Inherited("--entropy-coef", "pg_entropy_coef", args.entropy_coef)
-
-
-def refused(args: argparse.Namespace) -> Iterator[str]:
-    """Messages about flags of the host that this loss does not support."""
-    options, ours, objective = vars(args), given(args), _objective(args)
+def answers(args: argparse.Namespace) -> Iterator[Answer]:
+    """What our loss inherits from the host's flags, and messages about those that it does not support."""
+    options = vars(args)
     for name, advice in _UNSUPPORTED.items():
         if (value := options.get(name)) not in (None, False):
             yield f"{flag_of(name)} {'' if value is True else f'{value} '}is not supported by this loss: {advice}"
@@ -77,45 +50,59 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
             f"--allgather-cp with --context-parallel-size {args.context_parallel_size} splits samples into contiguous "
             "parts, and this loss reads zigzag parts. Remove --allgather-cp, or use --context-parallel-size 1."
         )
+    yield Inherited("--rollout-temperature", "pg_temperature", args.rollout_temperature)
+    yield from _of_objective(args)
+    if args.use_tis:  # weights of the tokens: exp(old - rollout), clamped
+        yield Inherited("--use-tis", "pg_correction", "tis")
+        for name, (option, default) in _TIS.items():
+            value = getattr(args, name)
+            yield Inherited(flag_of(name), "pg_correction", value, value == default, option)
+    yield from _of_terms(args)
+    if (options.get("pg_fused_head") is not None or options.get("fp32_lm_head")) and args.enable_mtp_training:
+        yield "--enable-mtp-training calls the output layer for other losses than the float32 head's. Remove one."
+    size, group = args.global_batch_size, args.n_samples_per_prompt
+    yield from cut_groups(options, "--global-batch-size ", size, "--n-samples-per-prompt ", group)
+
+
+def _of_objective(args: argparse.Namespace) -> Iterator[Answer]:
+    selected = {"--advantage-estimator gspo": "gspo"} if args.advantage_estimator == "gspo" else {}
+    selected |= {} if args.eps_clip_c is None else {"--eps-clip-c": "dual_clip"}
+    for flag, theirs in selected.items():
+        yield Inherited(flag, "pg_objective", theirs)
+    if [*selected] == ["--eps-clip-c"]:
+        yield Inherited.number("--eps-clip-c", CAP, args.eps_clip_c)
+    ours = Selection.of("--pg-objective", vars(args).get("pg_objective", DEFAULT)).name
+    objective = next(iter(selected.values()), str(ours))  # of two that contradict each other, the host's
     if args.advantage_estimator == "cispo" and objective != "cispo":
         cap = 1 + args.eps_clip_high
         yield f"--advantage-estimator cispo selects the host's loss. Give grpo, and --pg-objective cispo,cap={cap:g}."
-    if len(selected := _selected(args)) > 1:
+    if len(selected) > 1:
         yield f"{' and '.join(selected)} together have no objective here; remove one"
-    if not {CLIP_EPS_LOW, CLIP_EPS_HIGH} <= numbers_of(objective) and (args.eps_clip, args.eps_clip_high) != (
-        _EPS_CLIP,
-        _EPS_CLIP,
-    ):
+    if set(_CLIPS.values()) <= numbers_of(objective):
+        for name, number in _CLIPS.items():
+            value = getattr(args, name)
+            yield Inherited(flag_of(name), number.attribute, value, value == _EPS_CLIP)
+    elif (args.eps_clip, args.eps_clip_high) != (_EPS_CLIP, _EPS_CLIP):
         clips = f"--eps-clip {args.eps_clip} --eps-clip-high {args.eps_clip_high}"
         yield f"{clips} have no effect with --pg-objective {objective}; remove them"
+
+
+def _of_terms(args: argparse.Namespace) -> Iterator[Answer]:
+    """Of KL, entropy, supervised tokens and a teacher."""
+    options = vars(args)
+    if args.use_kl_loss and args.kl_loss_coef:
+        estimator = _ESTIMATORS[args.kl_loss_type] + ("_weighted" if options.get("use_unbiased_kl") else "")
+        yield Inherited("--kl-loss-coef", "pg_kl_coef", args.kl_loss_coef)
+        yield Inherited(f"--kl-loss-type {args.kl_loss_type}", "pg_kl_estimator", estimator)
     if args.use_kl_loss and options.get("use_unbiased_kl") and args.kl_loss_type == "k2":
         yield "--use-unbiased-kl with --kl-loss-type k2 has no estimator here; use k1 or k3"
-    if ours.get("pg_kl_coef") and not args.use_kl_loss:
-        needs = "needs the reference's log-probabilities. Add --use-kl-loss."
-        yield f"--pg-kl-coef {ours['pg_kl_coef']:g} {needs}"
-    kinds = {str(text).partition(":")[2].partition(",")[0] for text in ours.get("pg_term") or ()}
+    if options.get("pg_kl_coef") and not args.use_kl_loss:
+        yield f"--pg-kl-coef {args.pg_kl_coef:g} needs the reference's log-probabilities. Add --use-kl-loss."
+    if trains_sft(args):
+        yield Inherited("--loss-type sft_loss", "pg_term", [f"{POLICY}:{POLICY},weight=0", f"{SFT}:ce"])
+    if args.entropy_coef:
+        yield Inherited("--entropy-coef", "pg_entropy_coef", args.entropy_coef)
+    kinds = {str(text).partition(":")[2].partition(",")[0] for text in options.get("pg_term") or ()}
     if options.get("use_opd") and args.opd_kl_coef and "opd" in kinds:
         twice = "puts the teacher into the advantages, and --pg-term …:opd into the loss. Give --opd-kl-coef 0."
         yield f"--opd-kl-coef {args.opd_kl_coef:g} {twice}"
-    if (ours.get("pg_fused_head") is not None or ours.get("fp32_lm_head")) and args.enable_mtp_training:
-        yield "--enable-mtp-training calls the output layer for other losses than the float32 head's. Remove one."
-    group, size = args.n_samples_per_prompt, args.global_batch_size
-    if ours.get("loss_aggregation") == "prompt_mean" and size % group:
-        sizes = f"--global-batch-size {size} and --n-samples-per-prompt {group}"
-        yield f"prompt_mean with {sizes}: a step would hold part of a prompt's samples; use a multiple"
-
-
-def _clips(args: argparse.Namespace) -> bool:
-    return {CLIP_EPS_LOW, CLIP_EPS_HIGH} <= numbers_of(_objective(args))
-
-
-def _selected(args: argparse.Namespace) -> dict[str, str]:
-    """The host's flags that select an objective, each with ours."""
-    gspo = {"--advantage-estimator gspo": "gspo"} if args.advantage_estimator == "gspo" else {}
-    return gspo if args.eps_clip_c is None else {**gspo, "--eps-clip-c": "dual_clip"}
-
-
-def _objective(args: argparse.Namespace) -> str:
-    """The objective in force; of two that contradict each other, the host's."""
-    ours = Selection.of("--pg-objective", vars(args).get("pg_objective", DEFAULT)).name
-    return next(iter(_selected(args).values()), str(ours))

@@ -5,82 +5,68 @@ of a host is imported before `init` or `main`.
 """
 
 import argparse
-import runpy
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from megatron_pg.args import ArgumentError
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.spelling import meant_flags
+from megatron_pg.hosts.log import HostLog
+from megatron_pg.hosts.patching import attribute, check_signatures, launch, wrap
 from megatron_pg.hosts.rollout import flags as rollout_flags
-from megatron_pg.hosts.startup import (
-    CheckedArguments,
-    add_host_arguments,
-    attribute,
-    check,
-    check_signature,
-    defaults,
-    start,
-)
+from megatron_pg.hosts.rollout.logprobs import response_logprobs
+from megatron_pg.hosts.rollout.samples import Rollout
+from megatron_pg.hosts.startup import CheckedArguments, add_host_arguments, check, defaults, flag_of, refuse, start
 
 _INIT = "custom_megatron_init_path"
 _BEFORE_STEP = "custom_megatron_before_train_step_hook_path"
 _BEFORE_LOG_PROB = "custom_megatron_before_log_prob_hook_path"
-_HOOKS = {_INIT: "init", _BEFORE_STEP: "before_train_step", _BEFORE_LOG_PROB: "before_log_prob"}
 _PASSES = "get_log_probs_and_entropy"  # of the host's actor, which calls it in the passes before training
-PASSED = ("logits", "args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy")
 _USERS = "users_hooks_of_megatron_pg"  # the argument that stores the user's paths
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Declaration:
-    """What differs between the hosts."""
+class RolloutHost:
+    """The loss in one host; one instance in a process. A subclass declares what differs between the hosts."""
 
     name: str  # of its package, and of our module
     version: str  # that the adapter was run with
-    signatures: Mapping[str, Sequence[str]]  # parameters of the functions that the adapter uses, by `module:name`
-    log: str  # of the logger, as in `check_signature`
+    signatures: Sequence[str]  # of the functions that the adapter uses, as in `check_signatures`
+    logger: str  # its function that logs metrics, as in `check_signatures` without parameters
     rollouts_per_step: str  # key of its data
     carried: Collection[str] = ("old_logprobs", "ref_logprobs", "teacher_logprobs")  # fields its batches can contain
-    names_terms: bool = False  # whether samples name their loss term
-    hooks: Mapping[str, str] = field(default_factory=dict)  # further hooks: functions of our module
-    refused: Callable[[argparse.Namespace], Iterable[str]] = lambda args: ()  # messages about flags of this host alone
-    returned: Callable[[dict[str, Any]], Any] = lambda found: found  # what its function for log-probabilities returns
+    names_terms = False  # whether samples name their loss term
+    returns_pair = False  # whether its function for log-probabilities returns an empty tensor before them
+    hooks: Mapping[str, str] = {_INIT: "init", _BEFORE_STEP: "before_train_step", _BEFORE_LOG_PROB: "before_log_prob"}
 
-
-class RolloutHost:
-    """The loss in one host; one instance in a process."""
-
-    def __init__(self, declaration: Declaration):
-        self.declaration = declaration
-        self._hooks = {
-            name: f"megatron_pg.{declaration.name}.{function}"
-            for name, function in (_HOOKS | dict(declaration.hooks)).items()
-        }
+    def __init__(self) -> None:
+        self._hooks = {path: f"megatron_pg.{self.name}.{function}" for path, function in self.hooks.items()}
         self.trainer: Any = None  # a RolloutTrainer, from `init` on
-        self.terms: Any = None  # `Terms` of the samples, from `init` on
-        self._log = ""  # `module:function` of the host's logger, from `init` on
+        self._terms: dict[str, Any] = {}  # the loss terms of a `Rollout`
+        self._log = ""  # path of the host's logger
+
+    def refused(self, args: argparse.Namespace) -> Iterable[str]:
+        """Messages about flags of this host alone."""
+        return ()
+
+    def all_signatures(self) -> list[str]:
+        """Those of every function that `init` uses; the last one is the logger's."""
+        of_passes = "logits, args, unconcat_tokens, total_lengths, response_lengths, with_entropy"
+        passes = f"{self.name}.backends.megatron_utils.actor:{_PASSES}({of_passes})"
+        return [*self.signatures, passes, f"{self.logger}(args, metrics, step_key)"]
 
     def checked(self, args: argparse.Namespace) -> CheckedArguments:
-        """Our arguments, with what they inherit from the host's.
-
-        Raises:
-            ArgumentError: with every violation at once.
-        """
+        """Our arguments, with what they inherit from the host's."""
         return check(
-            self.declaration.name,
+            self.name,
             rollout_flags.given(args),
             megatron=vars(args),
-            inherited=rollout_flags.inherited(args),
-            refused=[*rollout_flags.refused(args), *self.declaration.refused(args)],
-            carried=self.declaration.carried,
-            names_terms=self.declaration.names_terms or rollout_flags.trains_sft(args),
+            answers=[*rollout_flags.answers(args), *self.refused(args)],
+            carried=self.carried,
+            names_terms=self.names_terms or rollout_flags.trains_sft(args),
         )
 
     def init(self, args: argparse.Namespace) -> None:
@@ -91,30 +77,24 @@ class RolloutHost:
         Raises:
             ArgumentError: flags contradict each other, or the adapter does not support the host's release.
         """
-        declared, loss = self.declaration, f"megatron_pg.{self.declaration.name}.loss"
+        loss = f"megatron_pg.{self.name}.loss"
         if self.trainer is not None and vars(args).get("custom_loss_function_path") == loss:
             return
-        arguments = self.checked(args)
-        passes = f"{declared.name}.backends.megatron_utils.actor"
-        for path, parameters in {**declared.signatures, f"{passes}:{_PASSES}": PASSED}.items():
-            check_signature(declared.version, path, parameters)
-        self._log = check_signature(declared.version, declared.log, ("args", "metrics", "step_key"))
-        from megatron_pg.hosts.log import HostLog
-        from megatron_pg.hosts.rollout.samples import Terms
+        checked = self.checked(args)
+        self._log = check_signatures(self.version, self.all_signatures())
         from megatron_pg.hosts.rollout.trainer import SCALING, RolloutTrainer, is_writer
 
-        settings, rows = start(declared.name, arguments, scaling=SCALING, says=is_writer())
-        log = HostLog(settings, rows, arguments.args.pg_metrics_file, self._to_host(args)) if is_writer() else None
+        settings, rows = start(self.name, checked, scaling=SCALING, says=is_writer())
+        to_host = partial(self._log_metrics, args)
+        log = HostLog(settings, rows, checked.args.pg_metrics_file, to_host) if is_writer() else None
         if settings.head_mode:
-            setattr(import_module(passes), _PASSES, self.log_probs)
-        is_sft, named = rollout_flags.trains_sft(args), Facts(arguments.args).terms_of_samples
-        self.terms = Terms(usual=rollout_flags.SFT) if is_sft else Terms(named=named)
+            setattr(import_module(f"{self.name}.backends.megatron_utils.actor"), _PASSES, self.log_probs)
+        named = Facts(checked.args).terms_of_samples
+        self._terms = {"term": rollout_flags.SFT} if rollout_flags.trains_sft(args) else {"named_terms": named}
         self.trainer = RolloutTrainer(settings, log, per_token=args.calculate_per_token_loss)
         users = {name: vars(args).get(name) for name in self._hooks} | vars(args).get(_USERS, {})
         setattr(args, _USERS, {name: path for name, path in users.items() if path not in (None, self._hooks[name])})
-        for name, path in self._hooks.items():
-            setattr(args, name, path)
-        args.loss_type, args.custom_loss_function_path = "custom_loss", loss
+        vars(args).update(self._hooks, loss_type="custom_loss", custom_loss_function_path=loss)
         self.users_hook(args, _INIT, args)
 
     def loss(
@@ -129,7 +109,7 @@ class RolloutHost:
         *,
         args: argparse.Namespace,
         unconcat_tokens: Sequence[Tensor],
-        total_lengths: Sequence[int],
+        total_lengths: Sequence[int],  # not read; a second `init` checks this signature, too
         response_lengths: Sequence[int],
         with_entropy: bool = False,
         max_seq_lens: Sequence[int] | None = None,
@@ -138,29 +118,26 @@ class RolloutHost:
         **rest: object,
     ) -> Any:
         """The host's `get_log_probs_and_entropy` under the fused head, for old, reference and teacher."""
-        from megatron_pg.hosts.rollout.logprobs import Responses
-
-        width = max_seq_lens[0] if max_seq_lens is not None and args.qkv_format == "bshd" else None
-        responses = Responses(
+        found = response_logprobs(
+            self.trainer.head_call(logits),
+            self.trainer.settings,
             tokens=unconcat_tokens,
             lengths=response_lengths,
-            row_width=width,
-            kept_ids=top_p_token_ids,
-            kept_offsets=top_p_token_offsets,
+            row_width=max_seq_lens[0] if max_seq_lens is not None and args.qkv_format == "bshd" else None,
+            kept=None if top_p_token_ids is None else (top_p_token_ids, top_p_token_offsets),
+            with_entropy=with_entropy,
         )
-        return self.declaration.returned(self.trainer.logprobs(responses, logits, with_entropy=with_entropy))
+        return (torch.empty(0, device=logits.device), found) if self.returns_pair else found
 
-    def rollout(self, args: argparse.Namespace, data: Mapping[str, Any]) -> Any:
-        """A `Rollout` from the host's data."""
-        from megatron_pg.hosts.rollout.samples import Rollout
-
+    def rollout(self, args: argparse.Namespace, data: Mapping[str, Any]) -> Rollout:
+        """The rollout in the host's data."""
         return Rollout(
             data=data,
-            rollouts_per_step=self.declaration.rollouts_per_step,
+            rollouts_per_step=self.rollouts_per_step,
             old_logprobs="rollout_log_probs" if args.use_rollout_logprobs else "log_probs",
             samples_per_prompt=args.n_samples_per_prompt,
-            terms=self.terms,
             row_width=data["max_seq_lens"][0] if vars(args).get("qkv_format") == "bshd" else None,
+            **self._terms,
         )
 
     def before_train_step(self, args: argparse.Namespace, *step: Any) -> None:
@@ -181,57 +158,40 @@ class RolloutHost:
 
     def main(self, words: Sequence[str]) -> None:
         """Run the host's script `words[0]` with our flags among its own."""
-        name = self.declaration.name
-        if not words:
-            sys.exit(f"usage: python3 -m megatron_pg.{name} train.py [flags of {name} and of megatron_pg]")
-        check_signature(self.declaration.version, f"{name}.utils.arguments:parse_args", ["add_custom_arguments"])
-        arguments: Any = import_module(f"{name}.utils.arguments")
-        parse_args_of_host = arguments.parse_args
+        usage = f"python3 -m megatron_pg.{self.name} train.py [flags of {self.name} and of megatron_pg]"
+        launch(words, usage, lambda: self._add_flags(words[1:]))
 
-        def parse_args(add_custom_arguments: Callable | None = None) -> argparse.Namespace:
-            parsers: list[argparse.ArgumentParser] = []
-            args = parse_args_of_host(
-                add_custom_arguments=lambda parser: _with_ours(parser, add_custom_arguments, parsers)
-            )
-            _refuse_misspelt(words[1:], parsers)
-            self.checked(args)
-            setattr(args, _USERS, {_INIT: vars(args).get(_INIT)})
-            setattr(args, _INIT, self._hooks[_INIT])
-            return args
+    def _add_flags(self, words: Sequence[str]) -> None:
+        check_signatures(self.version, [f"{self.name}.utils.arguments:parse_args(add_custom_arguments)"])
+        wrap(import_module(f"{self.name}.utils.arguments"), "parse_args", partial(self._parse_args, words))
 
-        arguments.parse_args = parse_args
-        sys.argv, sys.path[0] = [*words], str(Path(words[0]).resolve().parent)
-        runpy.run_path(words[0], run_name="__main__")
+    def _parse_args(
+        self, words: Sequence[str], parse_args: Callable, add_custom_arguments: Callable | None = None
+    ) -> argparse.Namespace:
+        """The host's `parse_args`, which also reads and checks our flags."""
+        parsers: list[argparse.ArgumentParser] = []
 
-    def _to_host(self, args: argparse.Namespace) -> Callable[[Mapping[str, float], int | None], None]:
-        def log(metrics: Mapping[str, float], number: int | None) -> None:
-            named = {f"train/pg/{name}": value for name, value in metrics.items()}
-            attribute(self._log)(args, named | {"train/step": number}, step_key="train/step")
+        def add_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            parsers.append(parser)
+            for each in (parser, *parser._action_groups):
+                each.conflict_handler = "resolve"  # the reducer's path is a flag of both, with one meaning
+            return add_host_arguments(parser if add_custom_arguments is None else add_custom_arguments(parser))
 
-        return log
+        args = parse_args(add_custom_arguments=add_ours)
+        refuse(*_misspelt(words, {flag for parser in parsers for flag in parser._option_string_actions}))
+        self.checked(args)
+        vars(args).update({_USERS: {_INIT: vars(args).get(_INIT)}, _INIT: self._hooks[_INIT]})
+        return args
 
-
-def _with_ours(
-    parser: argparse.ArgumentParser, users: Callable | None, parsers: list[argparse.ArgumentParser]
-) -> argparse.ArgumentParser:
-    """Add our flags to the host's parser; the path of the reducer is a flag of both, with one meaning."""
-    for each in (parser, *parser._action_groups):
-        each.conflict_handler = "resolve"
-    parsers.append(parser)
-    return add_host_arguments(parser if users is None else users(parser))
+    def _log_metrics(self, args: argparse.Namespace, metrics: Mapping[str, float], number: int | None) -> None:
+        named = {f"train/pg/{name}": value for name, value in metrics.items()}
+        attribute(self._log)(args, named | {"train/step": number}, step_key="train/step")
 
 
-def _refuse_misspelt(words: Sequence[str], parsers: Sequence[argparse.ArgumentParser]) -> None:
-    """Refuse flags that look like ours and are not: a host may silently ignore an unknown flag."""
-    known = {flag for parser in parsers for flag in parser._option_string_actions}
-    ours = [f"--{name.replace('_', '-')}" for name in defaults()]
-    violations = []
-    for word in words:
-        flag = word.partition("=")[0]
-        if flag.startswith("--") and flag not in known and (meant := meant_flags(flag, ours)) is not None:
+def _misspelt(words: Sequence[str], known: Collection[str]) -> Iterable[str]:
+    """Messages about flags that look like ours and are not: a host may silently ignore an unknown flag."""
+    ours = [flag_of(name) for name in defaults()]
+    for flag in [word.partition("=")[0] for word in words if word.startswith("--")]:
+        if flag not in known and (meant := meant_flags(flag, ours)) is not None:
             hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
-            violations.append(
-                ("E70", f"{flag} is not a flag of the host or of megatron_pg and would be silently ignored{hint}")
-            )
-    if violations:
-        raise ArgumentError(violations)
+            yield f"{flag} is not a flag of the host or of megatron_pg and would be silently ignored{hint}"

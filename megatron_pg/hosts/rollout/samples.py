@@ -1,8 +1,9 @@
 """A data-parallel rank's part of a rollout in slime and miles, and its whole samples."""
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +23,6 @@ _SCHEDULE = ("micro_batch_indices", "num_microbatches")
 _SAMPLING_MASK = {"ids": "rollout_top_p_token_ids", "offsets": "rollout_top_p_token_offsets"}
 
 
-class Terms(NamedTuple):
-    """The loss terms of a host's samples."""
-
-    usual: str = POLICY
-    named: Container[str] = ()  # origins that are terms with their own tokens; samples of others are of the usual one
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """A data-parallel rank's part of a rollout, as the host sends it."""
@@ -37,7 +31,8 @@ class Rollout:
     rollouts_per_step: str  # key of N of each optimizer step
     old_logprobs: str  # key of the sampling policy's log-probabilities; without them the step is on-policy
     samples_per_prompt: int  # consecutive in the sampling order
-    terms: Terms
+    term: str = POLICY  # the loss term of its samples
+    named_terms: Container[str] = ()  # origins of samples that are loss terms with their own tokens
     row_width: int | None = None  # of padded rows (bshd); None: packed (thd)
 
     @property
@@ -45,8 +40,13 @@ class Rollout:
         """N of each optimizer step."""
         return self.data[self.rollouts_per_step]
 
-    def check_schedule(self) -> None:
-        """Refuse data in a form that this adapter does not support.
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether the trainer has skipped the pass for old log-probabilities: the only step computes them."""
+        return self.data.get(self.old_logprobs) is None
+
+    def steps(self) -> list[list[list[int]]]:
+        """The micro-batches of each optimizer step, as indices of samples in the data.
 
         Raises:
             HostLossError: a key is missing, or the schedule is inconsistent.
@@ -59,56 +59,48 @@ class Rollout:
                 f"the rollout data have {len(indices)} micro-batches for num_microbatches {[*numbers]} and "
                 f"{self.rollouts_per_step} {[*self.counts]}, which are inconsistent."
             )
+        microbatches = iter([[int(i) for i in members] for members in indices])
+        return [list(islice(microbatches, count)) for count in numbers]
 
-    def samples(self, context: ProcessGroup) -> list[Sample]:
+    def samples(self, context: ProcessGroup, *, needs_prompts: bool) -> list[Sample]:
         """Its whole samples; every rank of the context-parallel group must call."""
         data, parts = self.data, {"old_logprobs": self.old_logprobs, **_PARTS}
         known = {name: data[key] for name, key in parts.items() if data.get(key) is not None}
-        if "advantage" not in known and self.terms.usual == POLICY:
+        if "advantage" not in known and self.term == POLICY:
             raise ValueError(
                 "the rollout data have no advantages. Let the trainer compute them (--compute-advantages-and-returns)."
             )
-        whole = self._whole(known, context)
-        if self.is_on_policy and self.terms.usual == POLICY:
+        whole: dict[str, Sequence] = dict(self._whole(known, context))
+        if self.is_on_policy and self.term == POLICY:
             whole["old_logprobs"] = [torch.zeros(int(n)) for n in data["response_lengths"]]
-        truncated, rewards = data.get("truncated"), data.get("local_raw_reward")  # before normalization
+        if data.get("local_raw_reward") is not None:  # before normalization
+            whole["reward"] = [float(reward) for reward in data["local_raw_reward"]]
+        if data.get("truncated") is not None:
+            whole["truncated"] = [bool(flag) for flag in data["truncated"]]
+        if data.get(_SAMPLING_MASK["ids"]) is not None:  # the tokens that the engine kept under top-p
+            rows = zip(*(data[name] for name in _SAMPLING_MASK.values()), strict=True)
+            whole["sampling_mask"] = [dict(zip(_SAMPLING_MASK, row, strict=True)) for row in rows]
         masks = torch.cat([*data["loss_masks"]]).cpu().split([len(mask) for mask in data["loss_masks"]])
-        rows = torch.cat([*data["tokens"]]).cpu().split([len(tokens) for tokens in data["tokens"]])
-        return [
+        tokens = torch.cat([*data["tokens"]]).cpu().split([len(each) for each in data["tokens"]])
+        sources = data.get("source_names") or [None] * len(tokens)
+        samples = [
             Sample.build(
-                tokens=tokens,
-                response_length=response,
-                loss_mask=mask,
+                tokens=tokens[i],
+                response_length=data["response_lengths"][i],
+                loss_mask=masks[i],
                 sample_id=str(index),
                 rollout_id=int(data["rollout_ids"][i]),
                 prompt_id=None if index is None else int(index) // self.samples_per_prompt,
-                reward=None if rewards is None else float(rewards[i]),
-                truncated=None if truncated is None else bool(truncated[i]),
-                term=self._term(i),
-                sampling_mask=self._sampling_mask(i),
+                term=sources[i] if sources[i] in self.named_terms else self.term,
                 **{name: values[i] for name, values in whole.items()},
             )
-            for i, (tokens, response, mask, index) in enumerate(
-                zip(rows, data["response_lengths"], masks, data["sample_indices"], strict=True)
-            )
+            for i, index in enumerate(data["sample_indices"])
         ]
+        if needs_prompts:
+            _check_indices(samples)
+        return samples
 
-    def _term(self, number: int) -> str:
-        sources = self.data.get("source_names")
-        return sources[number] if sources and sources[number] in self.terms.named else self.terms.usual
-
-    def _sampling_mask(self, number: int) -> dict[str, Any] | None:
-        """The token ids that the engine kept under top-p, where it reports them."""
-        if self.data.get(_SAMPLING_MASK["ids"]) is None:
-            return None
-        return {field: self.data[name][number] for field, name in _SAMPLING_MASK.items()}
-
-    @property
-    def is_on_policy(self) -> bool:
-        """Whether the trainer has skipped the pass for old log-probabilities: the only step computes them."""
-        return self.data.get(self.old_logprobs) is None
-
-    def _whole(self, parts: Mapping[str, Sequence[Tensor]], group: ProcessGroup) -> dict[str, list[Tensor]]:
+    def _whole(self, parts: Mapping[str, Sequence[Tensor]], group: ProcessGroup) -> dict[str, Sequence[Tensor]]:
         """Whole responses from the parts of all context-parallel ranks: one collective, one host read."""
         totals, responses = self.data["total_lengths"], [int(n) for n in self.data["response_lengths"]]
         if not parts:
@@ -125,12 +117,16 @@ class Rollout:
             whole[:, torch.cat(index).to(rows.device)] = rows
             torch.distributed.all_reduce(whole, group=group)  # every position has one owner, other ranks add 0
             rows = whole
-        return {name: list(row.split(responses)) for name, row in zip(parts, rows.cpu(), strict=True)}
+        return {name: row.split(responses) for name, row in zip(parts, rows.cpu(), strict=True)}
 
-    def steps(self) -> Iterator[list[list[int]]]:
-        """The micro-batches of each optimizer step, as indices of samples in the data."""
-        indices = self.data["micro_batch_indices"]
-        start = 0
-        for count in self.data["num_microbatches"]:
-            yield [[int(i) for i in members] for members in indices[start : start + count]]
-            start += count
+
+def _check_indices(samples: Sequence[Sample]) -> None:
+    """Refuse sample indices that two rollouts share, because they do not identify prompts."""
+    first: dict[str, object] = {}
+    for sample in [sample for sample in samples if sample.prompt_id is not None]:
+        if first.setdefault(sample.sample_id, sample.rollout_id) != sample.rollout_id:
+            raise ValueError(
+                f"sample index {sample.sample_id} is in rollouts {first[sample.sample_id]} and {sample.rollout_id}, so "
+                "prompt groups (n consecutive indices) are not known, which prompt_mean needs. Leave the index of a "
+                "sample as the data source set it, or use another aggregation."
+            )

@@ -10,7 +10,8 @@ for K micro-batches, N rollouts and D·C ranks. So the loss function returns N·
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +22,10 @@ from torch import Tensor
 from megatron_pg.cp_utils import padded_length
 from megatron_pg.hosts.head import HostHead
 from megatron_pg.hosts.log import HostLog
-from megatron_pg.hosts.rollout.logprobs import Responses
+from megatron_pg.hosts.patching import wrap
 from megatron_pg.hosts.rollout.samples import Rollout
 from megatron_pg.hosts.step import HostLossError, HostStep
+from megatron_pg.lm_head.output_layer import HeadCall
 from megatron_pg.plan.collectives import all_gather_rows
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.sample import Sample
@@ -45,50 +47,32 @@ class _Work(NamedTuple):
 class RolloutTrainer:
     """The loss in the training loop of one host.
 
-    Args:
-        settings: the loss settings.
-        log: on the rank that writes the steps; None elsewhere.
-        per_token: the host's --calculate-per-token-loss.
+    `log` is None on ranks that do not write the steps; `per_token` is the host's --calculate-per-token-loss.
     """
 
     def __init__(self, settings: LossSettings, log: HostLog | None, *, per_token: bool):
-        self._settings, self._log, self._per_token = settings, log, per_token
-        self.head = HostHead(settings)
+        self.settings, self.head = settings, HostHead(settings)
+        self._log, self._per_token = log, per_token
         self._steps: list[HostStep] = []
         self._work: dict[int, _Work] = {}  # by the id of its first sample's tokens, which the host passes on
         self._numbers, self._current = (0, 0), HostStep(settings)  # the host's numbers of rollout and step
         self._report: StepReport  # of the latest step
         self._rollout: Rollout | None = None  # kept, because `_work` uses the ids of its tokens
 
-    @property
-    def corrects(self) -> bool:
-        """Whether the loss compares old log-probabilities with the rollout engine's."""
-        return self._settings.correction.name != "none"
-
     def plan(self, rollout: Rollout) -> None:
-        """Plan every optimizer step of a rollout; every rank must call.
-
-        Raises:
-            StepPlanError: on every rank of the data-parallel group.
-            HostLossError: the rollout data have a form that the adapter does not support.
-        """
-        rollout.check_schedule()
+        """Plan every optimizer step of a rollout; every rank must call."""
+        steps = rollout.steps()
         self._steps, self._work, self._rollout = [], {}, rollout
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            self._steps = [HostStep(self._settings) for _ in rollout.counts]
+            self._steps = [HostStep(self.settings) for _ in steps]
             return
         data, context = parallel_state.get_data_parallel_group(), parallel_state.get_context_parallel_group()
-        samples, error = [], None
-        try:
-            samples = rollout.samples(context)
-            if self._settings.plan_rule.needs_prompt_ids:
-                _check_numbers(samples)
-        except Exception as failure:  # raised on every rank by the first step's plan
-            error = failure
-        for microbatches, count in zip(rollout.steps(), rollout.counts, strict=True):
-            of_step = partial(_samples_or_error, samples, [i for members in microbatches for i in members], error)
-            groups = {"data": data, "context": context}
-            step = HostStep.planned(self._settings, of_step, **groups, on_policy=rollout.is_on_policy)
+        needs_prompts = self.settings.plan_rule.needs_prompt_ids
+        # made while the first step is planned, which raises an error of one rank on every rank
+        samples = cache(partial(rollout.samples, context, needs_prompts=needs_prompts))
+        for microbatches, count in zip(steps, rollout.counts, strict=True):
+            of_step = partial(_selected, samples, [*chain(*microbatches)])
+            step = HostStep(self.settings, of_step, data=data, context=context, on_policy=rollout.is_on_policy)
             self._steps.append(step)
             scale, first = float(count), 0
             if self._per_token:  # T̃: trained tokens of the step, at least one of each sample
@@ -101,9 +85,7 @@ class RolloutTrainer:
     def loss(self, tokens: Sequence[Tensor], logits: Tensor) -> Tensor:
         """The returned loss of a micro-batch: N·S, with the per-token flag T̃·S.
 
-        Args:
-            tokens: whole tokens of its samples, the same tensors as in the rollout data.
-            logits: [b, s, V / tp], the model's output.
+        `tokens` are whole samples, the same tensors as in the rollout data; `logits` [b, s, V / tp] the model's output.
         """
         work = self._work.get(id(tokens[0])) if len(tokens) else None
         if work is None or work.step is not self._current:
@@ -130,13 +112,13 @@ class RolloutTrainer:
         group = parallel_state.get_tensor_model_parallel_group()
         return scale * step.loss(local, logits.flatten(0, 1), group, grad_scale, is_bypassed=self.head.is_bypassed())
 
-    def logprobs(self, responses: Responses, logits: Tensor, *, with_entropy: bool) -> dict[str, list[Tensor]]:
-        """`Responses.logprobs` by the fused head, which has replaced the model's output `logits`."""
+    def head_call(self, logits: Tensor) -> HeadCall:
+        """The call of the fused head, which has replaced the model's output `logits`, for log-probabilities."""
         if (call := self.head.take(logits)) is None:
             raise HostLossError(
                 "the trainer computes log-probabilities of a model without megatron_pg's fused head.", _NO_HEAD
             )
-        return responses.logprobs(call, self._settings, with_entropy=with_entropy)
+        return call
 
     def begin_step(self, rollout_id: int, number: int, model: Sequence[Any], optimizer: Any) -> None:
         """Prepare optimizer step `number` of the rollout: install the head, the checks before finalize, and the log."""
@@ -148,53 +130,29 @@ class RolloutTrainer:
             )
         self._current, self._numbers = self._steps[number], (rollout_id, rollout_id * len(self._steps) + number)
         self.head.install(model)
-        _wrap(get_model_config(model[0]), "finalize_model_grads_func", before=self._check)
-        if (log := self._log) is not None:
-            _wrap(optimizer, "step", after=lambda result: self._write(log, optimizer, result))
+        wrap(get_model_config(model[0]), "finalize_model_grads_func", self._check_and_finalize)
+        if self._log is not None:
+            wrap(optimizer, "step", partial(self._step_and_write, self._log, optimizer))
 
-    def _check(self) -> None:
+    def _check_and_finalize(self, finalize: Callable, *given: object, **named: object) -> Any:
         report = self._current.finish(reports=parallel_state.get_tensor_model_parallel_rank() == 0)
         if report is not None:
             self._report = report
         if self._current is self._steps[-1]:  # the host frees the rollout data before its rollout engine wakes up
             self._rollout, self._work = None, {}
+        return finalize(*given, **named)
 
-    def _write(self, log: HostLog, optimizer: Any, result: Any) -> None:
+    def _step_and_write(self, log: HostLog, optimizer: Any, step: Callable, *given: object, **named: object) -> Any:
+        result = step(*given, **named)
         if not (isinstance(result, tuple) and len(result) == 3):
             raise HostLossError(
                 f"optimizer.step returned {type(result).__name__}, not (success, gradient norm, number of zeros)."
             )
         is_done, grad_norm, _ = result
         groups = optimizer.param_groups
-        log.write(
-            *self._numbers,
-            self._report,
-            grad_norm=None if grad_norm is None else float(grad_norm),
-            learning_rate=float(groups[0]["lr"]) if groups else None,
-            skipped=not is_done,
-        )
-
-
-def _wrap(
-    owner: Any,
-    name: str,
-    *,
-    before: Callable[[], None] = lambda: None,
-    after: Callable[[Any], None] = lambda result: None,
-) -> None:
-    """Add a call before or after a function, once."""
-    function = getattr(owner, name)
-    if getattr(function, "is_wrapped", False):
-        return
-
-    def wrapped(*positional: object, **keywords: object) -> Any:
-        before()
-        result = function(*positional, **keywords)
-        after(result)
+        rate = float(groups[0]["lr"]) if groups else None
+        log.write(*self._numbers, self._report, grad_norm=grad_norm, learning_rate=rate, skipped=not is_done)
         return result
-
-    wrapped.is_wrapped = True  # type: ignore[attr-defined]
-    setattr(owner, name, wrapped)
 
 
 def is_writer() -> bool:
@@ -206,23 +164,5 @@ def is_writer() -> bool:
     )
 
 
-def _check_numbers(samples: Sequence[Sample]) -> None:
-    """Refuse sample indices that two rollouts share, because they do not identify prompts.
-
-    Raises:
-        ValueError: for the first such index.
-    """
-    first: dict[str, object] = {}
-    for sample in [sample for sample in samples if sample.prompt_id is not None]:
-        if first.setdefault(sample.sample_id, sample.rollout_id) != sample.rollout_id:
-            raise ValueError(
-                f"sample index {sample.sample_id} is in rollouts {first[sample.sample_id]} and {sample.rollout_id}, so "
-                "prompt groups (n consecutive indices) are not known, which prompt_mean needs. Leave the index of a "
-                "sample as the data source set it, or use another aggregation."
-            )
-
-
-def _samples_or_error(samples: Sequence[Sample], mine: Sequence[int], error: Exception | None) -> list[Sample]:
-    if error is not None:
-        raise error
-    return [samples[i] for i in mine]
+def _selected(samples: Callable[[], list[Sample]], indices: Sequence[int]) -> list[Sample]:
+    return [samples()[i] for i in indices]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,12 +22,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch
-from megatron_pg.flags.banner import banner_of
 from megatron_pg.hosts.head import output_layers
 from megatron_pg.hosts.log import HostLog
-from megatron_pg.hosts.startup import attribute, start
+from megatron_pg.hosts.patching import attribute
+from megatron_pg.hosts.startup import print_banner, start
 from megatron_pg.hosts.step import HostStep
-from megatron_pg.hosts.verl.options import checked
+from megatron_pg.hosts.verl.options import ACTOR, checked
 from megatron_pg.hosts.verl.samples import samples_of
 from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.label_logprobs import label_logprobs
@@ -35,12 +36,12 @@ from megatron_pg.lm_head.heads import rows_of
 from megatron_pg.lm_head.inputs import enter
 from megatron_pg.lm_head.output_layer import check_layer, softcap_of
 from megatron_pg.plan.errors import StepPlanError
+from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.findings import StepReport, before_finalize
 from megatron_pg.step.loss import vocabulary_of
 
 SCALING = "takes D·Σwℓ over whole samples; verl, the schedule and DDP (or finalize) scale it to Σwℓ"
 FUSED = "verl.models.mcore.model_forward_fused"
-ACTOR = "_megatron_pg_actor"  # attribute of a McoreEngineConfig: the McoreActorConfig that it is part of
 _ROW = "megatron_pg_row"  # column with a row's index, which verl's split into micro-batches keeps
 _Theirs: Any = object  # `install` makes verl's class the second base
 
@@ -67,7 +68,7 @@ class PolicyGradientEngine(_Theirs):
     def initialize(self) -> None:
         """Print the banner, then build the model."""
         if torch.distributed.get_rank() == 0 and self._actor is not None:
-            print(banner_of([*self._rows.items()]), flush=True)  # noqa: T201
+            print_banner(self._rows.items())
         super().initialize()
         if self.engine_config.use_fused_kernels:
             for layer in output_layers(self.module):
@@ -77,11 +78,7 @@ class PolicyGradientEngine(_Theirs):
             self._log = HostLog(self._settings, self._rows, self._metrics_file)
 
     def load_checkpoint(self, local_path: str, *rest: Any, **more: Any) -> None:
-        """Load a checkpoint. Lines of metrics.jsonl after its global step are superseded.
-
-        Raises:
-            ValueError: the path has no global step.
-        """
+        """Load a checkpoint. Lines of metrics.jsonl after its global step are superseded."""
         super().load_checkpoint(local_path, *rest, **more)
         step = re.search(r"global_step_(\d+)", str(local_path))
         if step is None and self._metrics_file is not None:
@@ -96,11 +93,11 @@ class PolicyGradientEngine(_Theirs):
         """Run verl's forward and backward; a training step is planned before, and checked and measured after."""
         if forward_only:
             return super().forward_backward_batch(data, loss_function, forward_only)
-        self._step = HostStep.planned(
+        self._step = HostStep(
             self._settings, lambda: self._samples(data, loss_function), data=self.get_data_parallel_group()
         )
         self._step.weigh(self._factors)
-        self._ends_batch = bool(attribute("verl.utils.tensordict_utils:get")(data, "update_lr_scheduler", True))
+        self._ends_batch = _ends_batch(data)
         set_value = attribute("verl.utils.tensordict_utils:assign_non_tensor")
         set_value(data, calculate_entropy=self._settings.metrics.needs_entropy or self._settings.terms.reads_entropy)
         data[_ROW] = torch.arange(len(data))
@@ -124,13 +121,12 @@ class PolicyGradientEngine(_Theirs):
         """Step verl's optimizer, and log the step."""
         norm = super().optimizer_step()
         if self._log is not None:
-            number = None if norm is None else float(norm)
             rate = attribute("verl.utils.megatron.optimizer:get_megatron_last_lr")(self.optimizer)
-            self._log.write(self._batch, None, self._report, grad_norm=number, learning_rate=rate, skipped=False)
+            self._log.write(self._batch, None, self._report, grad_norm=norm, learning_rate=rate, skipped=False)
         self._batch += self._ends_batch
         return norm
 
-    def _samples(self, data: Any, loss_function: Any) -> list:
+    def _samples(self, data: Any, loss_function: Any) -> list[Sample]:
         """The step's samples; the step raises the error on every rank."""
         function, given = getattr(loss_function, "func", loss_function), getattr(loss_function, "keywords", {})
         if getattr(function, "__name__", "") != "ppo_loss" or given.get("config") is not self._actor:
@@ -139,8 +135,7 @@ class PolicyGradientEngine(_Theirs):
                 "not built from, and its flags have no effect; use the actor of verl's PPO trainer, without "
                 "distillation"
             )
-        get = attribute("verl.utils.tensordict_utils:get")
-        if self._settings.plan_rule.needs_prompt_ids and not get(data, "update_lr_scheduler", True):
+        if self._settings.plan_rule.needs_prompt_ids and not _ends_batch(data):
             raise StepPlanError(
                 "prompt_mean with several mini-batches per batch, which split prompt groups; set "
                 "actor.ppo_mini_batch_size to the size of the batch, or use another aggregation"
@@ -153,14 +148,14 @@ class PolicyGradientEngine(_Theirs):
             )
         factors = data[weights].cpu().unbind() if weights in data else ()
         self._factors = [factor for row, factor in zip(rows, factors, strict=False) if row is not None]
-        counted: Iterator[int] = iter(range(len(rows)))
-        self._places = [None if row is None else next(counted) for row in rows]
+        places = count()
+        self._places = [None if row is None else next(places) for row in rows]
         return [row for row in rows if row is not None]
 
     def forward_step(
         self, batch_iter: Iterator, model: Any, logits_processor_func: Any, postprocess_micro_batch_func: partial
     ) -> tuple:
-        """Run verl's forward step, in training with our loss."""
+        """verl's forward step, in training with our loss."""
         batch = next(batch_iter)
         temperatures = {float(value) for value in torch.as_tensor(batch["temperature"]).flatten()}
         if len(temperatures) != 1:
@@ -178,17 +173,14 @@ class PolicyGradientEngine(_Theirs):
     def _slice(self, step: HostStep, batch: Any, device: torch.device) -> tuple[LocalBatch, int]:
         """This rank's slice of the micro-batch, and the number of positions of padding rows before it."""
         members: list[int] = []
-        widths: list[int] = []
-        skipped = 0
+        widths = [0]  # of the padding rows before it, and of each sample with the padding rows that follow
         for row, width in zip(batch[_ROW].tolist(), batch["input_ids"].offsets().diff().tolist(), strict=True):
-            if (place := self._places[row]) is not None:
-                members.append(place)
-                widths.append(width)
-            elif members:
+            if (place := self._places[row]) is None:
                 widths[-1] += width
             else:
-                skipped += width
-        return step.slice(members, widths, device), skipped
+                members.append(place)
+                widths.append(width)
+        return step.slice(members, widths[1:], device), widths[0]
 
     def _loss(
         self, step: HostStep, local: LocalBatch, skipped: int, model_output: dict, data: Any, dp_group: ProcessGroup
@@ -206,8 +198,8 @@ class PolicyGradientEngine(_Theirs):
         if len(outputs) == 2:
             return outputs
         group = self.get_context_parallel_group()
-        count = self._routed_num_tokens(data)
-        num_here = count // group.size() + (group.rank() < count % group.size())
+        total = self._routed_num_tokens(data)
+        num_here = total // group.size() + (group.rank() < total % group.size())
         return outputs[0], num_here.to(torch.int), outputs[2]
 
     def _lm_head_logits_processor(
@@ -240,3 +232,8 @@ class PolicyGradientEngine(_Theirs):
     def _vocabulary(self, columns: int, group: ProcessGroup | None, softcap: float | None = None) -> Vocabulary:
         group = group if group is not None and group.size() > 1 else None
         return vocabulary_of(columns, replace(self._settings, temperature=self._temperature), group, softcap)
+
+
+def _ends_batch(data: Any) -> bool:
+    """Whether a mini-batch is the last one of verl's batch."""
+    return bool(attribute("verl.utils.tensordict_utils:get")(data, "update_lr_scheduler", True))

@@ -313,11 +313,18 @@ def _expected(
             )
         )
     result = oracle.run(documents, settings)
+    return through_head(inputs, result.gradients, embedding, head), result.pg_loss
+
+
+def through_head(
+    inputs: Sequence, slopes: Sequence[np.ndarray], embedding: np.ndarray, head: np.ndarray
+) -> list[Tensor]:
+    """Gradients of an embedding and a head, from the input tokens of each sample and the gradients of its logits."""
     of_embedding, of_head = np.zeros_like(embedding), np.zeros_like(head)
-    for before, slope in zip(inputs, result.gradients, strict=True):
+    for before, slope in zip(inputs, slopes, strict=True):
         np.add.at(of_embedding, before, slope @ head)
         of_head += slope.T @ embedding[before]
-    return [torch.from_numpy(of_embedding), torch.from_numpy(of_head)], result.pg_loss
+    return [torch.from_numpy(of_embedding), torch.from_numpy(of_head)]
 
 
 def steps_of(found: Sequence[Sample], case: Case) -> list[list[Sample]]:
@@ -358,9 +365,17 @@ def scheduler() -> SimpleNamespace:
     return SimpleNamespace(step=lambda increment=0: None, get_lr=lambda group: 0.0)
 
 
+def inherited_flags(host: str) -> list[tuple[dict, dict, str]]:
+    """Options of a host, our arguments and a part of the banner: the lines of its section in inherited_flags.txt."""
+    return [(literal_eval(given), literal_eval(ours), text) for given, ours, text in _table("inherited_flags", host)]
+
+
 def refused_flags(host: str) -> list[tuple[dict, str]]:
-    """Options that a host refuses and a part of the message, for each line of its section in refused_flags.txt."""
-    text = (Path(__file__).parents[1] / "refused_flags.txt").read_text(encoding="utf-8")
+    """Options that a host refuses and a part of the message: the lines of its section in refused_flags.txt."""
+    return [(literal_eval(given), message) for given, message in _table("refused_flags", host)]
+
+
+def _table(name: str, host: str) -> list[list[str]]:
+    text = (Path(__file__).parents[1] / f"{name}.txt").read_text(encoding="utf-8")
     (section,) = (part for part in text.split("== ")[1:] if part.startswith(f"{host}\n"))
-    lines = [line.split(" | ", 1) for line in section.splitlines() if " | " in line]
-    return [(literal_eval(given), message) for given, message in lines]
+    return [[part.strip() for part in line.split(" |")] for line in section.splitlines() if " |" in line]

@@ -9,14 +9,12 @@ import importlib
 import os
 from argparse import Namespace
 from collections.abc import Sequence
-from unittest.mock import MagicMock, patch
+from unittest.mock import MagicMock
 
 import host_cases as hosts
 import rollout_hosts
 import their_trainers
 from host_cases import Case
-from megatron.core.fusions import fused_cross_entropy
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
 from megatron_pg.rollouts.sample import Sample
@@ -24,13 +22,9 @@ from megatron_pg.rollouts.sample import Sample
 
 def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[list[Tensor]], list[dict]]:
     """Gradients of every optimizer step of a rollout, and what miles' logger was given."""
-    from miles.backends.megatron_utils import actor, parallel
+    from miles.backends.megatron_utils import actor
     from miles.backends.megatron_utils import model as steps
     from miles.backends.training_utils import data, loss
-    from miles.backends.training_utils.parallel import set_parallel_state
-    from miles.ray.rollout import train_data_conversion as conversion
-    from miles.utils import object_store
-    from miles.utils.ft_utils.process_group_utils import GroupInfo
     from miles.utils.misc import load_function
     from miles.utils.tracking_utils import tracking
     from miles.utils.types import Sample as Theirs
@@ -41,18 +35,14 @@ def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[li
     if args.custom_megatron_init_path:
         load_function(args.custom_megatron_init_path)(args)  # the last lines of its initialize.init
     importlib.import_module("megatron.training.global_vars").set_args(args)
-    set_parallel_state(parallel.create_megatron_parallel_state(indep_dp=GroupInfo(rank=0, size=1, group=None)))
-    object_store._INSTANCE = object_store.RayObjectStore()
     theirs = their_trainers.as_theirs(Theirs, found)
     for mine, sample in zip(theirs, found, strict=True):
         mine.rollout_log_probs = sample.rollout_logprobs.tolist()
         mine.index = sample.rollout_id
         if "pg_term" in vars(args):
             mine.teacher_log_probs = sample.teacher_logprobs.float()
-    whole = conversion.convert_samples_to_train_data(args, theirs, {}, None, None)
-    whole["prompt"] = list(range(len(theirs)))  # the only field that travels with a sample unread: which one it is
-    references = conversion.split_train_data_by_dp(args, whole, their_trainers.parallel_config())
-    mine, _ = data.get_rollout_data(args, references)
+    # the prompt is the only field that travels with a sample unread: which one it is
+    mine = their_trainers.data_of_miles(args, theirs, prompt=list(range(len(theirs))))
     model = hosts.model(per_token=case.per_token)
     optimizer = hosts.Optimizer(model)
     iterators, counts = actor.get_data_iterator(args, [model], mine)
@@ -78,9 +68,5 @@ def _log_probs(data: dict, found: Sequence[Sample], prefix: str, layout: str) ->
 
 def figures() -> dict[str, object]:
     their_trainers.load({"MILES": os.environ["MILES"]})
-
-    def unfused(logits: Tensor, tokens: Tensor, group: object) -> Tensor:  # Megatron's fused one rounds its backward
-        return vocab_parallel_cross_entropy(logits, tokens)
-
-    with patch.object(fused_cross_entropy, "fused_vocab_parallel_cross_entropy", unfused):
+    with their_trainers.unfused():
         return rollout_hosts.figures(train, "miles")

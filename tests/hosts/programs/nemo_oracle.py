@@ -9,6 +9,7 @@ import metric_oracle
 import numpy as np
 import step_oracle
 import torch
+from host_cases import through_head
 from step_oracle import Document, Settings, StepResult, Term
 from torch import Tensor
 
@@ -119,12 +120,8 @@ def oracle(parameters: Sequence[Tensor], rows: Sequence[Row], case: Case) -> Fou
     counted = [row for row in rows if row.is_counted]
     documents = [_document(row, embedding, head, on_policy=case.on_policy) for row in counted]
     result = step_oracle.run(documents, case.settings)
-    gradients = np.zeros_like(embedding), np.zeros_like(head)
-    for row, slopes in zip(counted, result.gradients, strict=True):
-        before = row.tokens[:-1]
-        np.add.at(gradients[0], before, slopes @ head)
-        gradients[1][:] += slopes.T @ embedding[before]
-    return Found([torch.from_numpy(gradient) for gradient in gradients], _metrics(documents, case, result))
+    gradients = through_head([row.tokens[:-1] for row in counted], result.gradients, embedding, head)
+    return Found(gradients, _metrics(documents, case, result))
 
 
 def _document(row: Row, embedding: np.ndarray, head: np.ndarray, *, on_policy: bool) -> Document:

@@ -25,7 +25,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_pg.cp_utils import response_index, slice_with_cp
-from megatron_pg.hosts.rollout.host import PASSED
 from megatron_pg.rollouts.sample import Sample
 
 KEPT = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
@@ -280,21 +279,17 @@ def passed(host: str, case: Case, **more: Any) -> float:
 
 def install(host: str) -> None:
     """Make the host's modules importable, with functions of its parameters where the adapter looks at them."""
-    declared = import_module(f"megatron_pg.hosts.rollout.{host}").HOST.declaration
-    real = {"log": log, "get_data_iterator": get_data_iterator}
-    for path, parameters in {
-        **declared.signatures,
-        declared.log.split("|")[-1]: ["args", "metrics", "step_key"],
-        f"{host}.utils.arguments:parse_args": ["add_custom_arguments"],
-        f"{host}.backends.megatron_utils.actor:get_log_probs_and_entropy": PASSED,
-    }.items():
-        module, _, name = path.partition(":")
-        setattr(_module(module), name, real.get(name, parse_args if name == "parse_args" else _with(parameters)))
+    real = {"log": log, "get_data_iterator": get_data_iterator, "parse_args": parse_args}
+    declared = import_module(f"megatron_pg.{host}").HOST.all_signatures()
+    for signature in [*declared, f"{host}.utils.arguments:parse_args(add_custom_arguments)"]:
+        module, _, function = signature.rpartition("|")[2].partition(":")
+        name, _, parameters = function.partition("(")
+        setattr(_module(module), name, real.get(name) or _with(parameters.rstrip(")")))
 
 
-def _with(parameters: Sequence[str]) -> Any:
+def _with(parameters: str) -> Any:
     scope: dict[str, Any] = {}
-    exec(f"def function({', '.join(parameters)}): raise AssertionError('called')", scope)
+    exec(f"def function({parameters}): raise AssertionError('called')", scope)
     return scope["function"]
 
 

@@ -11,6 +11,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock, patch
 
 import host_cases as hosts
@@ -132,32 +133,43 @@ def slime(args: Namespace, samples: Sequence[Sample], model, optimizer: hosts.Op
 
 def miles(args: Namespace, samples: Sequence[Sample], model, optimizer: hosts.Optimizer) -> None:
     from miles.backends.megatron_utils import model as steps
-    from miles.backends.megatron_utils import parallel
     from miles.backends.training_utils import data, loss
-    from miles.backends.training_utils.parallel import set_parallel_state
-    from miles.ray.rollout import train_data_conversion as conversion
-    from miles.utils import object_store
-    from miles.utils.ft_utils.process_group_utils import GroupInfo
     from miles.utils.types import Sample as Theirs
 
-    set_parallel_state(parallel.create_megatron_parallel_state(indep_dp=GroupInfo(rank=0, size=1, group=None)))
-    object_store._INSTANCE = object_store.RayObjectStore()
-    whole = conversion.convert_samples_to_train_data(args, as_theirs(Theirs, samples), {}, None, None)
-    references = conversion.split_train_data_by_dp(args, whole, parallel_config())
-    mine, _ = data.get_rollout_data(args, references)
+    mine = data_of_miles(args, as_theirs(Theirs, samples))
     loss.compute_advantages_and_returns(args, mine)
     iterators, (count,) = data.get_data_iterator(args, [model], mine)
     (rollouts,) = data.get_num_rollouts(args, mine, 1)
     steps.train_one_step(args, 0, 0, iterators, [model], optimizer, MagicMock(), count, rollouts, None, 0)
 
 
-def miles_unfused(args: Namespace, samples: Sequence[Sample], model, optimizer: hosts.Optimizer) -> None:
-    """With the unfused cross-entropy of Megatron: the backward of its fused one rounds to bfloat16."""
+def data_of_miles(args: Namespace, theirs: Sequence, **fields: list) -> dict:
+    """This rank's part of miles' samples and of further fields of them."""
+    from miles.backends.megatron_utils import parallel
+    from miles.backends.training_utils import data
+    from miles.backends.training_utils.parallel import set_parallel_state
+    from miles.ray.rollout import train_data_conversion as conversion
+    from miles.utils import object_store
+    from miles.utils.ft_utils.process_group_utils import GroupInfo
 
-    def unfused(logits: Tensor, tokens: Tensor, group) -> Tensor:
+    set_parallel_state(parallel.create_megatron_parallel_state(indep_dp=GroupInfo(rank=0, size=1, group=None)))
+    object_store._INSTANCE = object_store.RayObjectStore()
+    whole = conversion.convert_samples_to_train_data(args, theirs, {}, None, None) | fields
+    mine, _ = data.get_rollout_data(args, conversion.split_train_data_by_dp(args, whole, parallel_config()))
+    return mine
+
+
+def unfused() -> Any:
+    """A context with the unfused cross-entropy of Megatron: the backward of its fused one rounds to bfloat16."""
+
+    def loss(logits: Tensor, tokens: Tensor, group: object) -> Tensor:
         return vocab_parallel_cross_entropy(logits, tokens)
 
-    with patch.object(fused_cross_entropy, "fused_vocab_parallel_cross_entropy", unfused):
+    return patch.object(fused_cross_entropy, "fused_vocab_parallel_cross_entropy", loss)
+
+
+def miles_unfused(args: Namespace, samples: Sequence[Sample], model, optimizer: hosts.Optimizer) -> None:
+    with unfused():
         miles(args, samples, model, optimizer)
 
 

@@ -22,6 +22,7 @@ import step_oracle
 import token_oracle
 import torch
 import verl_host as host
+from host_cases import through_head
 from megatron.core import parallel_state
 from step_oracle import Document, Settings
 from torch import Tensor
@@ -164,17 +165,13 @@ def expected(samples: Sequence[Sample], settings: Settings) -> tuple[list[Tensor
     embedding, head = embedding_and_head()
     documents, nothing = documents_of(samples), [None] * len(samples)
     result = step_oracle.run(documents, settings)
-    of_embedding, of_head = np.zeros_like(embedding), np.zeros_like(head)
-    for sample, rows in zip(samples, result.gradients, strict=True):
-        before = sample.tokens[-sample.response_length - 1 : -1].numpy()
-        np.add.at(of_embedding, before, rows @ head)
-        of_head += rows.T @ embedding[before]
+    inputs = [sample.tokens[-sample.response_length - 1 : -1].numpy() for sample in samples]
     rewards = [sample.reward for sample in samples]
     metrics = metric_oracle.step_metrics(documents, settings, result.terms["rl"], rewards, nothing)
     metrics["pg_loss"] = result.pg_loss
     if settings.kl_coef:
         metrics |= {"loss": result.loss, "kl_loss": result.kl_loss, "entropy_loss": result.entropy_loss}
-    return [torch.tensor(of_embedding), torch.tensor(of_head)], metrics
+    return through_head(inputs, result.gradients, embedding, head), metrics
 
 
 # --- one batch through verl ---
@@ -328,7 +325,7 @@ def modes(verl: SimpleNamespace) -> dict[str, list[float]]:
             Sample.build(tokens=[1] * (n + 1), response_length=n, loss_mask=m[:n], old_logprobs=o[:n], advantage=a[:n])
             for n, m, o, a in zip(lengths.tolist(), mask, old, advantages, strict=True)
         ]
-        step = HostStep.planned(settings, lambda samples=samples: samples, data=mine)
+        step = HostStep(settings, lambda samples=samples: samples, data=mine)
         ours = [row[:n].clone().requires_grad_() for n, row in zip(lengths.tolist(), new, strict=True)]
         local = step.slice(range(6), (lengths + 1).tolist())
         own = step.logprobs_loss(local, torch.cat([torch.nn.functional.pad(row, (0, 1)) for row in ours]))
@@ -353,10 +350,10 @@ def floor(verl: SimpleNamespace) -> float:
 # --- filling rows, log-probability passes, refusals ---
 
 
-def filled(verl: SimpleNamespace) -> float:
-    """With rows that fill a batch up, which are not rollouts: at the start, in the middle, and all that a rank has.
+def filled(verl: SimpleNamespace, kinds: Sequence[tuple[bool, bool]]) -> float:
+    """With rows that fill a batch up, which are not rollouts: at the start and in the middle, or all that a rank has.
 
-    Packed, and padded to one width (`use_remove_padding=False`).
+    Each kind is whether they are in the middle, and whether rows are padded to one width (`use_remove_padding=False`).
     """
     options = OBJECTIVES["grpo"] | AGGREGATIONS["sample_mean"]
     samples, filling = batch(), [_filling(i) for i in range(12)]
@@ -364,7 +361,8 @@ def filled(verl: SimpleNamespace) -> float:
     mixed = [*filling[:2], *samples[:6], *filling[2:4], *samples[6:]]
     apart = list(itertools.chain.from_iterable(zip(samples, filling, strict=True)))
     worst = 0.0
-    for rows, padded in itertools.product((mixed, apart), (False, True)):
+    for is_mixed, padded in kinds:
+        rows = mixed if is_mixed else apart
         worker = host.worker(verl, host.actor_config(verl, options=options), padded=padded)
         train(verl, worker, rows, 1)
         worst = max(worst, error(worker.engine.optimizer.found[0], gradients))
@@ -510,11 +508,14 @@ def figures() -> dict[str, Any]:
         parallel_state.initialize_model_parallel(**sizes)
         host.SEQUENCE_PARALLEL = layout != "tp2, whole sequences"
         of_cases = {", ".join(map(str, each)): case(verl, folder, *each) for each in cases(full, layout)}
-        found[layout] = {"cases": of_cases, "filled": filled(verl), "floor": floor(verl)}
+        number, kinds = [*LAYOUTS].index(layout), [*itertools.product((True, False), repeat=2)]
+        found[layout] = {"cases": of_cases, "filled": filled(verl, kinds if full else [kinds[number % 4]])}
+        if full or layout in ("dp2", "cp2"):
+            found[layout]["floor"] = floor(verl)
         temperatures = (1.0, 0.7) if full else (0.7,)
         pairs = itertools.product(({}, {"fused": True}, {"padded": True}), temperatures)
         found[layout]["passes"] = [passes(verl, **kind, temperature=tau) for kind, tau in pairs]
-        of_theirs = THEIRS if full else {name: THEIRS[name] for name in ("default", "rollout correction")}
+        of_theirs = THEIRS if full else {name: THEIRS[name] for name in [("default", "rollout correction")[number % 2]]}
         kinds = [(False, 1), (False, 3), (True, 1), (True, 3)] if full else [(False, 3)]
         found[layout]["compared"] = {
             f"{name}, {per_token}, {steps}": beside(verl, flags, per_token=per_token, steps=steps)

@@ -8,7 +8,8 @@ from types import ModuleType
 import pytest
 
 from megatron_pg.args import ArgumentError
-from megatron_pg.hosts.startup import Inherited, check, check_signature, start
+from megatron_pg.hosts.patching import check_signatures
+from megatron_pg.hosts.startup import Inherited, check, start
 from megatron_pg.plan.settings import LossSettings
 
 
@@ -42,25 +43,20 @@ def test_multi_token_prediction_stays_the_hosts():
 
 
 @pytest.mark.parametrize(
-    ("given", "flag", "value"),
-    [
-        ({}, Inherited("--clip", "pg_clip_eps_low", 0.3), 0.3),
-        ({"pg_clip_eps_low": 0.3}, Inherited("--clip", "pg_clip_eps_low", 0.3), 0.3),
-        ({"pg_clip_eps_low": 0.1}, Inherited("--clip", "pg_clip_eps_low", 0.2, is_default=True), 0.1),
-        ({}, Inherited("--clip", "pg_clip_eps_low", 0.2, is_default=True), 0.2),
-    ],
+    ("ours", "theirs", "is_default", "value"),
+    [(None, 0.3, False, 0.3), (0.3, 0.3, False, 0.3), (0.1, 0.2, True, 0.1), (None, 0.2, True, 0.2)],
 )
-def test_a_flag_of_the_host_replaces_ours(given, flag, value):
-    checked = check("host", given, megatron={}, inherited=[flag])
-    assert checked.args.pg_clip_eps_low == value
-    said = [] if value == 0.1 else [("inherited", f"--clip is --pg-clip-eps-low {value}")]
-    assert checked.rows == said
+def test_a_flag_of_the_host_replaces_ours(ours, theirs, is_default, value):
+    flag = Inherited("--clip", "pg_clip_eps_low", theirs, is_default)
+    args, rows = check("host", {"pg_clip_eps_low": ours}, megatron={}, answers=[flag])
+    assert args.pg_clip_eps_low == value
+    assert rows == ([("inherited", f"--clip is --pg-clip-eps-low {value}")] if value == theirs else [])
 
 
 def test_two_flags_of_one_loss_that_differ_are_refused():
     flag = Inherited("--clip", "pg_clip_eps_low", 0.2)
     with pytest.raises(ArgumentError, match=r"--clip of host, 0.2, and --pg-clip-eps-low 0.1 contradict each other"):
-        check("host", {"pg_clip_eps_low": 0.1}, megatron={}, inherited=[flag])
+        check("host", {"pg_clip_eps_low": 0.1}, megatron={}, answers=[flag])
 
 
 def test_every_violation_is_in_one_error():
@@ -68,7 +64,7 @@ def test_every_violation_is_in_one_error():
     given |= {"pg_correction": "top_entropy", "loss_aggregation": "turn_mean", "pg_weight_denominator": "weights"}
     given |= {"pg_sequence_level": "turn", "pg_objective": "gspo"}
     with pytest.raises(ArgumentError) as refused:
-        check("host", given, megatron={}, refused=["their flag cannot be combined with this loss; remove it"])
+        check("host", given, megatron={}, answers=["their flag cannot be combined with this loss; remove it"])
     text = str(refused.value)
     for part in (
         "pg_objektive is not an argument of megatron_pg; did you mean pg_objective?",
@@ -103,17 +99,6 @@ def test_a_launcher_without_its_host_says_so_in_a_message(name, tmp_path, monkey
     assert f"does not exist (No module named '{name}" in end.value.code
 
 
-@pytest.fixture
-def host(monkeypatch):
-    module = ModuleType("some_host")
-    module.hook = lambda args, batch, more=None: None
-    monkeypatch.setitem(sys.modules, "some_host", module)
-
-
-def test_a_host_with_the_known_parameters_passes(host):
-    check_signature("host 1", "some_host:hook", ["args", "batch"])
-
-
 @pytest.mark.parametrize(
     ("path", "message"),
     [
@@ -122,6 +107,10 @@ def test_a_host_with_the_known_parameters_passes(host):
         ("no_such_host:hook", r"no_such_host:hook does not exist .* as in host 1"),
     ],
 )
-def test_a_host_that_has_changed_is_named(host, path, message):
+def test_a_host_that_has_changed_is_named(path, message, monkeypatch):
+    module = ModuleType("some_host")
+    module.hook = lambda args, batch, more=None: None
+    monkeypatch.setitem(sys.modules, "some_host", module)
+    assert check_signatures("host 1", ["some_host:older|some_host:hook(args, batch)"]) == "some_host:hook"
     with pytest.raises(ArgumentError, match=message):
-        check_signature("host 1", path, ["batch", "args"])
+        check_signatures("host 1", [f"{path}(batch, args)"])

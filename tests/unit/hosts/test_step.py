@@ -38,7 +38,7 @@ def logits_of(samples) -> list[torch.Tensor]:
 
 
 def planned(loss: LossSettings, samples, **more) -> HostStep:
-    return HostStep.planned(loss, lambda: samples, data=torch.distributed.group.WORLD, **more)
+    return HostStep(loss, lambda: samples, data=torch.distributed.group.WORLD, **more)
 
 
 def loss_of(step: HostStep, samples, logits, members) -> torch.Tensor:
@@ -179,7 +179,7 @@ def test_a_rank_that_has_no_samples_stops_all():
             return hosts.samples()[:2]
 
         with pytest.raises(StepPlanError, match=r"data-parallel rank 1.*KeyError: 'log_probs'"):
-            HostStep.planned(settings(), samples, data=torch.distributed.group.WORLD)
+            HostStep(settings(), samples, data=torch.distributed.group.WORLD)
 
     threads.run(2, work)
 
@@ -224,7 +224,7 @@ def test_a_stage_without_the_loss_takes_part_in_the_exchange_alone():
         group = torch.distributed.new_group([0])
         if rank == 1:
             return HostStep(loss).finish(reports=False)
-        step = HostStep.planned(loss, lambda: samples, data=group)
+        step = HostStep(loss, lambda: samples, data=group)
         loss_of(step, samples, logits_of(samples), range(2))
         return step.finish(reports=True).metrics["num_samples"]
 

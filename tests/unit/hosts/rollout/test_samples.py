@@ -7,34 +7,33 @@ import threads
 import torch
 
 from megatron_pg.cp_utils import response_index
-from megatron_pg.hosts.rollout.samples import Rollout, Terms
-from megatron_pg.hosts.rollout.trainer import _check_numbers
+from megatron_pg.hosts.rollout.samples import Rollout
+from megatron_pg.hosts.step import HostLossError
 
 ALONE = SimpleNamespace(size=lambda: 1)
 
 
-def rollout_of(**data) -> Rollout:
-    named = {"rollouts_per_step": "n", "old_logprobs": "log_probs", "samples_per_prompt": 2}
-    return Rollout(data=data, terms=Terms(), **named)
-
-
-def data_of(tokens, lengths, values) -> dict:
+def rollout_of(tokens, values, **more) -> Rollout:
     """One rollout a sample; `values` are the advantages and log-probabilities of this rank."""
-    return {
+    numbers = list(range(len(tokens)))
+    data = {
         "tokens": tokens,
         "total_lengths": [len(each) for each in tokens],
-        "response_lengths": lengths,
-        "loss_masks": [torch.ones(n, dtype=torch.int) for n in lengths],
         "log_probs": [-each for each in values],
         "advantages": values,
-        "rollout_ids": list(range(len(tokens))),
-        "sample_indices": list(range(len(tokens))),
+        "rollout_ids": numbers,
+        "sample_indices": numbers,
+        **more,
     }
+    lengths = data.setdefault("response_lengths", [len(each) for each in values])
+    data["loss_masks"] = [torch.ones(n, dtype=torch.int) for n in lengths]
+    return Rollout(data=data, rollouts_per_step="n", old_logprobs="log_probs", samples_per_prompt=2)
 
 
-def samples(indices, rollout_ids=(0, 1, 2, 3)):
-    data = data_of([torch.tensor([1, 2, 3])] * 4, [2] * 4, [torch.ones(2)] * 4)
-    return rollout_of(**data | {"rollout_ids": list(rollout_ids), "sample_indices": list(indices)}).samples(ALONE)
+def prompts(indices, rollout_ids=(0, 1, 2, 3)) -> list:
+    numbers = {"rollout_ids": list(rollout_ids), "sample_indices": list(indices)}
+    rollout = rollout_of([torch.tensor([1, 2, 3])] * 4, [torch.ones(2)] * 4, **numbers)
+    return [sample.prompt_id for sample in rollout.samples(ALONE, needs_prompts=True)]
 
 
 def test_responses_are_put_together_from_the_parts_of_every_context_parallel_rank():
@@ -42,12 +41,12 @@ def test_responses_are_put_together_from_the_parts_of_every_context_parallel_ran
     whole = [torch.arange(1.0, n + 1) for n in length]
 
     def work(rank: int):
-        group = torch.distributed.group.WORLD
         index = [response_index(len(t), n, cp_rank=rank, cp_size=2) for t, n in zip(tokens, length, strict=True)]
         parts = [values[i] for values, i in zip(whole, index, strict=True)]
         assert all(len(part) < n for part, n in zip(parts, length, strict=True))
-        rollout = rollout_of(**data_of(tokens, length, parts))
-        return [(sample.old_logprobs, sample.advantages) for sample in rollout.samples(group)]
+        rollout = rollout_of(tokens, parts, response_lengths=length)
+        samples = rollout.samples(torch.distributed.group.WORLD, needs_prompts=False)
+        return [(sample.old_logprobs, sample.advantages) for sample in samples]
 
     for found in threads.run(2, work):
         for (old, advantages), values in zip(found, whole, strict=True):
@@ -55,28 +54,36 @@ def test_responses_are_put_together_from_the_parts_of_every_context_parallel_ran
             assert torch.equal(advantages, values.double())
 
 
+SCHEDULE = {"micro_batch_indices": [[0, 1], [2], [3, 4], [5]], "num_microbatches": [2, 1, 1], "n": [4, 2, 1]}
+
+
 def test_steps_take_their_own_micro_batches():
-    rollout = rollout_of(micro_batch_indices=[[0, 1], [2], [3, 4], [5]], num_microbatches=[2, 1, 1])
-    assert list(rollout.steps()) == [[[0, 1], [2]], [[3, 4]], [[5]]]
+    assert rollout_of([], [], **SCHEDULE).steps() == [[[0, 1], [2]], [[3, 4]], [[5]]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("num_microbatches", None, "the rollout data have no num_microbatches"),
+        ("sample_indices", None, "the rollout data have no sample_indices"),
+        ("n", [6], "are inconsistent"),
+        ("num_microbatches", [1, 2, 2], "are inconsistent"),
+    ],
+)
+def test_data_of_another_form_are_refused_by_key(name, value, message):
+    rollout = rollout_of([], [], **SCHEDULE | {name: value})
+    if value is None:
+        del rollout.data[name]
+    with pytest.raises(HostLossError, match=message):
+        rollout.steps()
 
 
 def test_prompts_are_samples_in_a_row():
-    found = samples([4, 5, 6, 7])
-    assert [sample.prompt_id for sample in found] == [2, 2, 3, 3]
-    _check_numbers(found)
-
-
-def test_samples_without_an_index_have_no_prompt():
-    """slime lets a generate function of the user's leave it out."""
-    found = samples([None] * 4)
-    assert [sample.prompt_id for sample in found] == [None] * 4
-    _check_numbers(found)  # the plan says that prompt_mean needs them
-
-
-def test_samples_of_one_rollout_may_share_an_index():
-    _check_numbers(samples([0, 0, 1, 1], rollout_ids=[0, 0, 1, 1]))
+    assert prompts([4, 5, 6, 7]) == [2, 2, 3, 3]
+    assert prompts([0, 0, 1, 1], rollout_ids=[0, 0, 1, 1]) == [0, 0, 0, 0]  # one rollout's samples may share an index
+    assert prompts([None] * 4) == [None] * 4  # as after a generate function of the user's; the plan refuses prompt_mean
 
 
 def test_an_index_that_rollouts_share_is_no_number_of_a_sample():
     with pytest.raises(ValueError, match="sample index 5 is in rollouts 0 and 1"):
-        _check_numbers(samples([5, 5, 6, 6]))
+        prompts([5, 5, 6, 6])
