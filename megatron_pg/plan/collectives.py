@@ -44,6 +44,16 @@ def all_gather_rows(values: Tensor, group: ProcessGroup | None = None, *, error:
     return torch.stack(gathered).cpu()
 
 
+def gathered(values: Tensor, group: ProcessGroup | None, error: Exception | None = None) -> Tensor:
+    """[ranks, ...] in rank order, as `all_gather_rows`; without a group those of this process alone."""
+    return values[None] if group is None else all_gather_rows(values, group, error=error)
+
+
+def rank_of(group: ProcessGroup | None) -> int:
+    """This rank's number in `group`; without a group, 0: this process alone."""
+    return 0 if group is None else dist.get_rank(group)
+
+
 def all_to_all_rows(values: Tensor, sent: Tensor, received: Tensor, group: ProcessGroup) -> Tensor:
     """Send rows to the ranks of `group`; returns the received rows on the CPU.
 
@@ -85,9 +95,8 @@ def broadcast_values(values: list, group: ProcessGroup, source: int = 0) -> list
 
 def encode(text: str, size: int) -> Tensor:
     """[size] uint8: the text as UTF-8, truncated or padded."""
-    return torch.frombuffer(
-        bytearray(text.encode(errors="backslashreplace")[:size].ljust(size, b"\0")), dtype=torch.uint8
-    )
+    data = text.encode(errors="backslashreplace")[:size].ljust(size, b"\0")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def decode(data: Tensor) -> str:

@@ -27,7 +27,7 @@ from megatron_pg.objectives.corrections.selections import (
     identity_of,
     origin_of,
 )
-from megatron_pg.plan.exchange import gathered
+from megatron_pg.plan.collectives import gathered
 from megatron_pg.plan.microbatches import CountedStep
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.table import SelectionFacts, is_brought, local_table_of, places_of

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from megatron_pg.batch import ContextRanks, PackedBatch
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
 from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, LossTerm
+from megatron_pg.plan.collectives import rank_of
 from megatron_pg.plan.facts import COLUMNS, ONE_PER_ROLLOUT, encode_facts, limbs_of, whole_of
 from megatron_pg.rollouts.fields import POLICY, Id, is_number, plain
 from megatron_pg.rollouts.printable import shorten
@@ -218,7 +219,7 @@ def table_of_counts(
         if missing:
             reader = "--pg-denominator varied" if rule.denominator == "varied" else "prompt_mean"
             raise ValueError(f"{reader} needs a prompt_id for every sample; sample {missing[0]} has none")
-    own = torch.arange(size) + (_rank_of(group) << 32) if own is None else own  # without ids each sample is a rollout
+    own = torch.arange(size) + (rank_of(group) << 32) if own is None else own  # without ids each sample is a rollout
     rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
     prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)
     further = torch.zeros(size, COLUMNS, dtype=torch.int64) if further is None else further
@@ -266,7 +267,7 @@ def local_table_of(
     further = torch.cat([encode_facts(samples) * (counts >= 0)[:, None], of_others, *of_all, of_depths], dim=1)
     keys = torch.tensor(places, dtype=torch.int64)
     table = table_of_counts(rule, group, counts, rollout_ids, prompt_ids, kept_counts, further, keys)
-    rank = _rank_of(group)
+    rank = rank_of(group)
     brought = [batch for batch in batches if batch.cp_ranks is None or batch.cp_ranks.first == rank]
     mine = [i for i, place in enumerate(places) if is_brought(place, group)]
     return replace(
@@ -342,18 +343,14 @@ def content_of(samples: Sequence[Sample]) -> int:
 
 def places_of(batches: Sequence[PackedBatch], group: ProcessGroup | None) -> list[int]:
     """A number for each sample here, unique in the step and the same on every rank that holds the sample."""
-    rank = _rank_of(group)
+    rank = rank_of(group)
     firsts = [rank if batch.cp_ranks is None else batch.cp_ranks.first for batch in batches]
     return [(f << 44) + (k << 22) + i for k, f in enumerate(firsts) for i in range(len(batches[k].samples))]
 
 
 def is_brought(place: int, group: ProcessGroup | None) -> bool:
     """Whether this rank counts the sample, not another rank that holds it."""
-    return place >> 44 == _rank_of(group)
-
-
-def _rank_of(group: ProcessGroup | None) -> int:
-    return torch.distributed.get_rank(group) if group is not None else 0
+    return place >> 44 == rank_of(group)
 
 
 def _tokens_of(batches: Sequence[PackedBatch], terms: Sequence[str]) -> Tensor:
