@@ -43,8 +43,7 @@ class OpenPlan:
                 "step has; the result does not depend on it."
             )
         _refuse_second_numbers(settings)
-        undivided = ("rollout_id", "prompt_id") if rule.needs_prompt_ids else ("rollout_id",)
-        self.rule = replace(rule, expected=expected, undivided=undivided)
+        self.rule = replace(rule, expected=expected, undivided=rule.units)
         self.settings, self.expected = settings, expected
         self._tables: list[LocalTable] = []  # of the adds
         self._seen: set[tuple[str, Id | None]] = set()  # the ids of their rollouts and counted prompts

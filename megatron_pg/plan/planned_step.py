@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, PackedBatch, slice_batch
-from megatron_pg.plan.microbatches import CountedStep, count_step
 from megatron_pg.plan.plan import StepPlan, plan_from_table
 from megatron_pg.plan.sampling_masks import without_missing
 from megatron_pg.plan.selection import select_tokens
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.table import LocalTable, PlanRule, joined
-from megatron_pg.plan.weights import TokenFactors, depth_weights, token_weights
+from megatron_pg.plan.weights import CountedStep, TokenFactors, count_step, depth_weights, token_weights
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

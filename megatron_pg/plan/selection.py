@@ -28,10 +28,9 @@ from megatron_pg.objectives.corrections.selections import (
     origin_of,
 )
 from megatron_pg.plan.collectives import gathered
-from megatron_pg.plan.microbatches import CountedStep
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.table import SelectionFacts, is_brought, local_table_of, places_of
-from megatron_pg.plan.weights import TokenFactors
+from megatron_pg.plan.weights import CountedStep, TokenFactors
 from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.sample import Sample
 

@@ -144,6 +144,11 @@ class PlanRule:
             return True
         return any(map(needs_prompt_ids, [self.aggregation, *further, *[self.depth_aggregation] * (self.depths > 0)]))
 
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The kinds of groups that a denominator counts, which a step must not split."""
+        return ("rollout_id", "prompt_id") if self.needs_prompt_ids else ("rollout_id",)
+
 
 @dataclass(frozen=True, slots=True)
 class SelectionFacts:
@@ -166,6 +171,12 @@ class Share(NamedTuple):
     first: int  # of the ranks: it counts the samples
     size: int
     digest: int  # of the whole micro-batch and its place in the step
+
+    @classmethod
+    def of(cls, k: int, batch: PackedBatch, ranks: ContextRanks) -> "Share":
+        """Of the step's micro-batch k."""
+        digest = hashlib.blake2b(k.to_bytes(8, "big") + batch.digest, digest_size=6).digest()
+        return cls(ranks.first, ranks.size, int.from_bytes(digest, "big"))
 
     def balance(self, rank: int) -> int:
         """A number whose sum over the ranks is 0 if all hold the same."""
@@ -263,7 +274,8 @@ def local_table_of(
     counted = torch.cat([torch.zeros(0, len(rule.counted), dtype=torch.int64), *parts])
     counts, kept_counts, rest = counted[:, 0], counted[:, 1], counted[:, 2:]
     of_others, of_depths = rest[:, : len(rule.others)], rest[:, len(rule.others) :]
-    of_all = [_tokens_of(batches, rule.tokens)[:, None]] if rule.others else []
+    any_term = torch.tensor([n for batch in batches for n in batch.tokens_of(*rule.tokens)], dtype=torch.int64)
+    of_all = [any_term[:, None]] if rule.others else []
     further = torch.cat([encode_facts(samples) * (counts >= 0)[:, None], of_others, *of_all, of_depths], dim=1)
     keys = torch.tensor(places, dtype=torch.int64)
     table = table_of_counts(rule, group, counts, rollout_ids, prompt_ids, kept_counts, further, keys)
@@ -283,7 +295,7 @@ def local_table_of(
         content=content_of([samples[i] for i in mine]),
         environments=tuple(sorted({name for i in mine if counts[i] >= 0 and (name := samples[i].environment)})),
         shares=tuple(
-            _share_of(k, batch, batch.cp_ranks) for k, batch in enumerate(batches) if batch.cp_ranks is not None
+            Share.of(k, batch, batch.cp_ranks) for k, batch in enumerate(batches) if batch.cp_ranks is not None
         ),
     )
 
@@ -353,10 +365,6 @@ def is_brought(place: int, group: ProcessGroup | None) -> bool:
     return place >> 44 == rank_of(group)
 
 
-def _tokens_of(batches: Sequence[PackedBatch], terms: Sequence[str]) -> Tensor:
-    return torch.tensor([n for batch in batches for n in batch.tokens_of(*terms)], dtype=torch.int64)
-
-
 def _counted_columns(batch: PackedBatch, rule: PlanRule, kept: Tensor | None) -> Tensor:
     """[S, C] int64, `PlanRule.counted` of a micro-batch's samples."""
     own, every = rule.tokens[: rule.has_objective], batch.mask_of(*rule.tokens)
@@ -374,11 +382,6 @@ def _counted_columns(batch: PackedBatch, rule: PlanRule, kept: Tensor | None) ->
             parts = (batch.sums(mask, "turn") > 0).split([len(s.sequence_lengths("turn")) for s in batch.samples])
             columns.append(torch.tensor([int(part.sum()) for part in parts], dtype=torch.int64)[:, None])
     return torch.cat(columns, dim=1)
-
-
-def _share_of(k: int, batch: PackedBatch, ranks: ContextRanks) -> Share:
-    digest = hashlib.blake2b(k.to_bytes(8, "big") + batch.digest, digest_size=6).digest()
-    return Share(ranks.first, ranks.size, int.from_bytes(digest, "big"))
 
 
 def _all_or_none(name: str, samples: Sequence) -> list[Id] | None:

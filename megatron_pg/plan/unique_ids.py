@@ -7,6 +7,7 @@ a rollout on several ranks look similar, but they begin alike or share the rollo
 
 import hashlib
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -92,17 +93,14 @@ def _evidence(keys: Tensor, sizes: Sequence[int], samples: Sequence[Sample], gro
     shortest = _least(_gather(prompts, sizes, group), units)
     begins = [_digest(s.tokens[:n]) for s, n in zip(samples, shortest[of_samples].tolist(), strict=True)]
     of_policy = [sample.num_trained if sample.advantages is not None else 0 for sample in samples]
-    advantages = [_first_advantage(s) if n else 0 for s, n in zip(samples, of_policy, strict=True)]
+    trained = [cast(Tensor, s.advantages)[s.loss_mask] if n else None for s, n in zip(samples, of_policy, strict=True)]
+    advantages = [0 if values is None else _digest(values[:1]) for values in trained]
     alike = _is_one(_gather(torch.tensor(begins, dtype=torch.int64), sizes, group), units)
     firsts = _gather(torch.tensor(advantages, dtype=torch.int64), sizes, group)
     known = _gather(torch.tensor(of_policy, dtype=torch.int64), sizes, group) > 0
     _, units = torch.unique(units[known], return_inverse=True)
     shares = _is_one(firsts[known], units).all() and len(torch.unique(firsts[known])) > 1
     return bool(alike.double().mean() >= 0.5), bool(shares)
-
-
-def _first_advantage(sample: Sample) -> int:
-    return 0 if sample.advantages is None else _digest(sample.advantages[sample.loss_mask][:1])
 
 
 def _gather(values: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:

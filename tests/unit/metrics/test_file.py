@@ -11,7 +11,6 @@ import processes
 import pytest
 
 from megatron_pg.metrics.file import MetricsFile
-from megatron_pg.metrics.reporting import nonfinite_entries
 
 
 def write(path, *steps: int, loss: float = 0.0) -> None:
@@ -115,7 +114,12 @@ def test_a_disk_that_fills_up_ends_the_file_with_one_warning_and_not_the_trainin
 def test_values_that_are_not_finite_are_null_with_the_ranks(tmp_path):
     file = MetricsFile(tmp_path / "m.jsonl")
     file.write(
-        {"iteration": 1, "entropy": math.nan, "kl_new_old": math.inf, "nonfinite": nonfinite_entries({"entropy": [2]})}
+        {
+            "iteration": 1,
+            "entropy": math.nan,
+            "kl_new_old": math.inf,
+            "nonfinite": [{"metric": "entropy", "ranks": [2]}],
+        }
     )
     file.close()
     record = json.loads((tmp_path / "m.jsonl").read_text())

@@ -17,7 +17,7 @@ from megatron_pg import ContextRanks, Sample, StepPlan, pack
 from megatron_pg.plan.errors import ScheduleError, StepPlanError
 from megatron_pg.step import checks
 from megatron_pg.step.context_groups import ContextGroups
-from megatron_pg.step.forward_step import PolicyGradientStep
+from megatron_pg.step.findings import before_finalize
 from megatron_pg.step.schedule import ScheduleCall
 
 
@@ -130,15 +130,13 @@ def test_a_document_has_as_many_positions_as_the_model_has_learned_and_no_more(o
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_step_leaves_the_models_config_as_it_was(monkeypatch, fails):
+def test_a_step_leaves_the_models_config_as_it_was(fails):
     """Or every step would wrap the function of the one before once more."""
-    calls = []
-    step, config = PolicyGradientStep(types.SimpleNamespace()), types.SimpleNamespace()
+    calls, config = [], types.SimpleNamespace()
     original = config.finalize_model_grads_func = lambda *given: calls.append("finalize")
-    monkeypatch.setattr(step, "_gather_and_check", lambda: calls.append("check"))
 
     def run() -> None:
-        with step._checked_before_finalize(config, []):
+        with before_finalize(config, lambda: calls.append("check")):
             config.finalize_model_grads_func([])
             if fails:
                 raise ScheduleError("a mistake")
