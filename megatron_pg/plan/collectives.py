@@ -23,11 +23,8 @@ def device_of(group: ProcessGroup | None) -> torch.device:
 def all_gather_rows(values: Tensor, group: ProcessGroup | None = None, *, error: Exception | None = None) -> Tensor:
     """[n, …] on the CPU from [same shape] on each of the n ranks, in rank order: one collective, one host read.
 
-    Args:
-        values: this rank's.
-        group: the ranks; None: the default group.
-        error: this rank's error, which its values report to the others. It is raised here if they do not answer within
-            `LAST_WORDS`: they may be in a collective of the user's code, which this rank never reaches.
+    `error` is this rank's error, which its values report to the others. It is raised here if they do not answer within
+    `LAST_WORDS`: they may be in a collective of the user's code, which this rank never reaches.
     """
     values = values.to(device_of(group))
     gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
@@ -55,13 +52,10 @@ def rank_of(group: ProcessGroup | None) -> int:
 
 
 def all_to_all_rows(values: Tensor, sent: Tensor, received: Tensor, group: ProcessGroup) -> Tensor:
-    """Send rows to the ranks of `group`; returns the received rows on the CPU.
+    """The received rows, on the CPU, in the order of the sending ranks.
 
-    Args:
-        values: [sum of sent, ...] in the order of the receiving ranks.
-        sent: [n] rows to each rank.
-        received: [n] rows from each rank, in whose order they are returned.
-        group: the n ranks.
+    `values` has [sum of sent, ...] rows in the order of the receiving ranks; `sent` and `received` are the numbers of
+    rows to and from each of the n ranks, [n].
     """
     values = values.to(device_of(group)).contiguous()
     rows = values.new_empty(int(received.sum()), *values.shape[1:])

@@ -53,14 +53,9 @@ def select_tokens(
     group: ProcessGroup | None,
     error: Exception | None = None,
 ) -> CountedStep:
-    """Add the tokens that the correction selects; every rank of `group` must call, with the same settings.
+    """Add the tokens that the correction selects to what `count_step` has counted.
 
-    Args:
-        batches: this rank's micro-batches of the step.
-        counted: from `count_step`; empty where this rank has failed with `error`.
-        settings: the loss settings.
-        group: the ranks that contribute their own samples; None: this process alone.
-        error: this rank's, which the metadata exchange raises on every rank.
+    Every rank of `group` must call, also one that has failed with `error`, which the metadata exchange then raises.
     """
     declared = CORRECTIONS[settings.correction.name].selection
     if declared is None:

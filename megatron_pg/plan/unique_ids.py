@@ -39,12 +39,8 @@ def rollouts_message(
 ) -> str | None:
     """A warning about rollout ids that every rank has, equal on every rank; every rank must call.
 
-    Args:
-        rollouts: the step's.
-        keys: [S] int64 of the rollouts of this rank's samples.
-        sizes: samples of every rank.
-        samples: this rank's; None: only the ids are known.
-        group: the ranks.
+    `keys` [S] int64 are the rollouts of this rank's samples, `sizes` the numbers of samples of all ranks. Without
+    `samples` only the ids are known.
 
     Raises:
         StepPlanError: they are the ids of different rollouts.

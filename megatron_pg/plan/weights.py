@@ -190,14 +190,7 @@ def token_weights(
 ) -> dict[str, Tensor]:
     """What the step adds to a micro-batch's fields, [sum of R] each, by name in `TokenFields.per_token`.
 
-    Weights are 0 at masked tokens.
-
-    Args:
-        batch: the micro-batch.
-        plan: the step's plan.
-        first_sample: index of the micro-batch's first sample among this process's samples of the step.
-        factors: `token_factors` of the micro-batch.
-        settings: the loss settings.
+    Weights are 0 at masked tokens. `first_sample` is the index of the micro-batch's first sample among this process's.
     """
     policy = batch.mask_of(*settings.objective_tokens)
     shares = partial(_shares, batch, first_sample, settings)

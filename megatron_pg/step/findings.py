@@ -73,14 +73,9 @@ def gather_found(
 ) -> StepFindings:
     """Every rank's partial results of the metrics: one all-gather, one host read.
 
-    Every rank of the default group must call, before the optimizer moves.
-
-    Args:
-        diagnostics: this rank's diagnostics; empty on pipeline stages without the loss.
-        metrics: the metrics.
-        reports: whether this rank's sums count; the sums of a rank that holds copies do not.
-        data_rank: this rank's number among those that contribute their own samples.
-        returned: sum of the counts that this rank returned to Megatron.
+    Every rank of the default group must call, before the optimizer moves, also pipeline stages without a loss. The sums
+    of a rank that holds copies do not count: it does not report. `data_rank` is this rank's number among those that
+    contribute their own samples, `returned` the sum of the counts that it returned to Megatron.
 
     Raises:
         NonFiniteLossError: on every rank, for a loss of any of them.
