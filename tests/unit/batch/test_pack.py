@@ -51,14 +51,6 @@ def test_every_field_belongs_to_the_logits_that_predict_its_token(qkv_format, cp
         assert sorted(seen[i]) == sample.loss_mask.nonzero()[:, 0].tolist()
 
 
-def test_labels_are_shifted_inside_each_document_before_slicing():
-    rng = random.Random(0)
-    a, b = (make_sample(prompt_length=2, mask=[1, 1], rng=rng) for _ in range(2))
-    batch = pack([a, b], qkv_format="thd", cp_size=2)
-    assert batch.labels[0].tolist() == [*a.tokens[1:].tolist(), 0, *b.tokens[1:].tolist(), 0]
-    assert batch.position_ids[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-
-
 @pytest.mark.parametrize(("cp_size", "multiple_of"), [(1, 1), (1, 8), (2, 4), (2, 6), (4, 8), (2, 2)])
 def test_a_packed_row_has_chunks_of_equal_length_and_the_asked_multiple(cp_size, multiple_of):
     samples = random_step(random.Random(9))

@@ -70,13 +70,6 @@ def test_a_second_job_is_told_who_writes_the_file(tmp_path):
     assert read(path) == [(1, 0), (2, 0)]
 
 
-def test_a_killed_job_does_not_keep_the_file(tmp_path):
-    path = tmp_path / "m.jsonl"
-    path.with_name("m.jsonl.lock").write_text("pid 1 on host gone\n")  # nobody holds it
-    write(path, 1)
-    assert read(path) == [(1, 0)]
-
-
 @pytest.mark.parametrize("name", ["file/m.jsonl", "folder", "m.jsonl"])
 def test_a_place_that_cannot_be_written_is_refused_before_the_first_step(tmp_path, name, monkeypatch):
     (tmp_path / "file").write_text("")
