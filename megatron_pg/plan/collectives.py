@@ -1,6 +1,7 @@
 """The collectives of the plugin, on the device that a group needs: tables and texts, never pickled objects."""
 
 import json
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +45,12 @@ def all_gather_rows(values: Tensor, group: ProcessGroup | None = None, *, error:
 def gathered(values: Tensor, group: ProcessGroup | None, error: Exception | None = None) -> Tensor:
     """[ranks, ...] in rank order, as `all_gather_rows`; without a group those of this process alone."""
     return values[None] if group is None else all_gather_rows(values, group, error=error)
+
+
+def gathered_parts(values: Tensor, sizes: Sequence[int], group: ProcessGroup | None) -> list[Tensor]:
+    """The values of each rank, [sizes[rank]], in rank order; one collective."""
+    rows = gathered(torch.nn.functional.pad(values, (0, max(sizes) - len(values))), group)
+    return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
 def rank_of(group: ProcessGroup | None) -> int:

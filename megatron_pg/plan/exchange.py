@@ -40,6 +40,7 @@ MESSAGE = 512  # bytes of a rank's error, or of an id, that are sent to the othe
 KINDS = {"rollout_id": ROLLOUT, "prompt_id": PROMPT}  # of units: their column in the table
 MIXED = "prompts"  # the stray of a rollout that belongs to two prompts
 _KIND, _KEY, _PART, _PLACE, _TOKENS = range(5)  # columns of a unit's row; its facts come after the tokens
+_TOTALS = ("num_trained", "num_positions", "num_response_tokens", "num_missing")  # of a table and a step
 _NOWHERE = 2**52  # above every place and exact in float64: of a unit whose samples another rank counts
 
 
@@ -152,7 +153,7 @@ def exchange(
     of_rollouts = owned[0].facts, *of_environments(owned[0].facts, environments)
     sums = _combined(_sums(local, rule, rank, held, owned, of_rollouts), ReduceOp.SUM, group)
     largest = _combined(_largest(held, of_rollouts, strays.values()), ReduceOp.MAX, group)
-    num_trained, num_positions, num_response_tokens, num_missing, balance = sums[0].tolist()
+    *totals, balance = sums[0].tolist()
     return WholeStep(
         units={
             kind: _units(answer[units.of_held, :-1], of_sums, of_largest)
@@ -161,10 +162,7 @@ def exchange(
             )
         },
         tokens=sums[1].tolist(),
-        num_trained=num_trained,
-        num_positions=num_positions,
-        num_response_tokens=num_response_tokens,
-        num_missing=num_missing,
+        **dict(zip(_TOTALS, totals, strict=True)),
         is_flat=answers[-1][held[-1].of_held, -1] > 0,
         is_flat_row=answers[-1][held[-1].of_rows, -1] > 0,
         is_balanced=balance % MODULUS == 0,

@@ -274,19 +274,15 @@ def _check_rule(heads: Sequence[Head], rule: PlanRule, group: ProcessGroup | Non
 
 
 def _check_agreement(heads: Sequence[Head]) -> None:
-    for name in ("rollout_ids", "prompt_ids"):
-        given = [getattr(head, f"has_{name}") for head in heads]
+    for name, known, way_out in (
+        ("has_rollout_ids", "rollout_ids", "Give them on every rank or on none."),
+        ("has_prompt_ids", "prompt_ids", "Give them on every rank or on none."),
+        ("has_sampling_mask", "samples with a sampling mask", "Give it to every rollout or to none."),
+    ):
+        given = [getattr(head, name) for head in heads]
         if 1 in given and 0 in given:
-            raise StepPlanError(
-                f"data-parallel rank {given.index(1)} has {name} and rank {given.index(0)} has none. Give them on "
-                "every rank or on none."
-            )
-    given = [head.has_sampling_mask for head in heads]
-    if 1 in given and 0 in given:
-        raise StepPlanError(
-            f"data-parallel rank {given.index(1)} has samples with a sampling mask and rank {given.index(0)} has none. "
-            "Give it to every rollout or to none."
-        )
+            ranks = given.index(1), given.index(0)
+            raise StepPlanError(f"data-parallel rank {ranks[0]} has {known} and rank {ranks[1]} has none. {way_out}")
     for rank, head in enumerate(heads):
         if head.num_microbatches != heads[0].num_microbatches:
             raise StepPlanError(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch import ContextRanks, PackedBatch
+from megatron_pg.batch import ContextRanks, PackedBatch, samples_of
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
 from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, LossTerm
 from megatron_pg.plan.collectives import rank_of
@@ -263,7 +263,7 @@ def local_table_of(
 
     The first rank of a micro-batch that is cut over its own ranks counts it.
     """
-    samples = [sample for batch in batches for sample in batch.samples]
+    samples = samples_of(batches)
     prompt_ids: Sequence[Id | None] | None = _all_or_none("prompt_id", samples)
     if rule.needs_prompt_ids and prompt_ids is None:
         prompt_ids = [sample.prompt_id for sample in samples]  # names the sample that has none
@@ -443,14 +443,13 @@ def whole_counts(tokens_per_sample: Sequence[int] | Tensor) -> Tensor:
             f"tokens_per_sample has dtype {counts.dtype} and shape {tuple(counts.shape)}, not [S] integers: counts are "
             "exact. Give whole numbers of trained tokens."
         )
-    if (counts < 0).any():
-        i = int((counts < 0).nonzero()[0])
-        raise ValueError(f"tokens_per_sample[{i}]={int(counts[i])} is negative. Count from 0.")
-    if (counts > _MOST_TOKENS).any():
-        i = int((counts > _MOST_TOKENS).nonzero()[0])
-        raise ValueError(
-            f"tokens_per_sample[{i}]={int(counts[i])} is more than {_MOST_TOKENS}. Give the number of trained tokens."
-        )
+    for is_bad, text in (
+        (counts < 0, "is negative. Count from 0."),
+        (counts > _MOST_TOKENS, f"is more than {_MOST_TOKENS}. Give the number of trained tokens."),
+    ):
+        if is_bad.any():
+            i = int(is_bad.nonzero()[0])
+            raise ValueError(f"tokens_per_sample[{i}]={int(counts[i])} {text}")
     return counts.to(torch.int64).cpu()
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from megatron_pg.batch import PackedBatch
+from megatron_pg.batch import PackedBatch, samples_of
 from megatron_pg.flags.megatron import SCALES_ROUTER_LOSSES, core_version
 from megatron_pg.plan.errors import ScheduleError
 
@@ -103,7 +103,7 @@ def check_experts(batches: Sequence[PackedBatch], config: Any, replay: RoutingRe
     Raises:
         ScheduleError: a sample without experts, with experts that the model does not have, or experts without a replay.
     """
-    samples = [sample for batch in batches for sample in batch.samples]
+    samples = samples_of(batches)
     if replay is None:
         if given := [sample for sample in samples if sample.routed_experts is not None]:
             raise ScheduleError(
