@@ -465,12 +465,9 @@ def _total(table: Iterable[Counts]) -> int:
 
 
 def schedulable_count(count: int, *, num_stages: int, group_size: int | None) -> int:
-    """The smallest number of micro-batches, at least `count`, that Megatron's schedule can run.
+    """The smallest number of micro-batches, at least `count`, that Megatron's schedule can run on `num_stages` stages.
 
-    Args:
-        count: at least 1.
-        num_stages: pipeline-parallel size.
-        group_size: `microbatch_group_size_per_vp_stage` under virtual stages, else None: any number can be run.
+    `group_size` is `microbatch_group_size_per_vp_stage` under virtual stages, else None: any number can be run.
     """
     if group_size is None:
         return count

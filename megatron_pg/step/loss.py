@@ -6,7 +6,7 @@ It is computed from logits, by the fused head, or from log-probabilities.
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -135,8 +135,7 @@ def _with_diagnostics(
     with torch.no_grad():
         policy = computed.loss.detach()
         fields = replace(fields, old_logprobs=computed.logprobs) if fields.old_logprobs is None else fields
-        sizes: dict[str, Any] = {"vocab_size": vocab_size}
-        values = TokenValues(fields, computed, settings.terms, totals, **sizes)
+        values = TokenValues(fields, computed, settings.terms, totals, vocab_size)
         if settings.terms.further:
             policy = torch.where(fields.objective_mask, fields.weights * values.token_losses, 0).sum()
         kept = None
