@@ -181,7 +181,9 @@ def check_teachers(batches: Sequence[PackedBatch], model: Any, settings: LossSet
     _check_widths(batches, settings)
     terms = [term.tokens for term in settings.terms.further if term.reads_topk]
     vocabulary = settings.vocab_size or get_attr_wrapped_model(model, "vocab_size")
-    for sample in (sample for sample in samples_of(batches) if sample.teacher_topk is not None):
+    for sample in samples_of(batches):
+        if sample.teacher_topk is None:
+            continue
         ids = sample.teacher_topk.ids
         for mask in (mask for name in terms if (mask := sample.mask_of(name)) is not None):
             if (bad := mask & (ids >= vocabulary).any(dim=1)).any():

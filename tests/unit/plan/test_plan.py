@@ -212,6 +212,7 @@ def test_counts_beyond_float32_and_int32_stay_exact():
         ([0.5], "token_mean", {}, "not [S] integers"),
         ([-1, 3], "token_mean", {}, "tokens_per_sample[0]=-1 is negative"),
         ([1], "seq_mean", {}, "aggregation='seq_mean' is not one of"),
+        ([1], "turn_mean", {}, "aggregation='turn_mean' divides by tokens of turns, which plan_step does not"),
         ([1, None], "token_mean", {}, "tokens_per_sample=[1, None] are not counts"),
         ([1, 2, 3], "token_mean", {"positions_per_sample": [4]}, "positions_per_sample has 1 entries for 3 samples"),
         # sums of more could overflow
