@@ -52,7 +52,7 @@ def check_ranks_agree(found: list) -> None:
 @pytest.mark.proof("Documents per step: exact, random sizes: N in every step, every document trained once (steps)")
 def test_exact_steps_have_n_documents_and_train_each_once(full, evidence):
     rng = random.Random(1)
-    wanted, steps = (10_000 if full else 150), 0
+    wanted, steps = (10_000 if full else 60), 0
     while steps < wanted:
         given = random_streams(rng, groups=rng.choice([3, 60, 200]))
         n, packing = rng.randint(1, 12), rng.choice([PACKED, PADDED])
@@ -81,7 +81,7 @@ def check_exact_steps(given: list, n: int, packing: Packing, **more: object) -> 
 )
 def test_at_least_fills_whole_microbatches_and_loses_nothing(full, evidence):
     rng = random.Random(2)
-    wanted, count, memory = (10_000 if full else 200), 0, None
+    wanted, count, memory = (10_000 if full else 100), 0, None
     while count < wanted:
         given = random_streams(rng, groups=100)
         n = rng.choice([1, 5, 17, 60])
