@@ -31,20 +31,7 @@ from megatron_pg.plan.plan import StepPlan, check_count
 from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.shared_documents import SharedDocumentAccumulator
-from megatron_pg.step.checks import (
-    always_averages,
-    check_agreement,
-    check_batches,
-    check_cuts,
-    check_dynamic_cp,
-    check_model,
-    check_open,
-    check_packing,
-    check_teachers,
-    check_vocabulary_of_sampling_masks,
-    source_of,
-    take_microbatches,
-)
+from megatron_pg.step import checks
 from megatron_pg.step.context_groups import ContextGroups
 from megatron_pg.step.experts import (
     RoutingReplay,
@@ -209,8 +196,8 @@ class PolicyGradientStep:
         iterators = [None] * len(model) if isinstance(model, list) and len(model) > 1 else None
         given = {"forward_step_func": self.forward_step, "data_iterator": iterators, "num_microbatches": 0}
         call = ScheduleCall.of({**arguments, **given, "model": model})
-        check_model(call.chunks, self.settings, forward_only=False, is_attached=self._loss.is_attached)
-        check_open(call.chunks, takes_documents=self.documents is not None, dynamic_cp=self._dynamic_cp)
+        checks.check_model(call.chunks, self.settings, forward_only=False, is_attached=self._loss.is_attached)
+        checks.check_open(call.chunks, takes_documents=self.documents is not None, dynamic_cp=self._dynamic_cp)
         self._loss.check_layer(next(call.chunks[0].parameters()).device)
         self.steps += 1
         parts = StepParts(
@@ -270,7 +257,7 @@ class PolicyGradientStep:
         try:
             batches, documents, error = self._fetch(call)
         except EndOfDocuments:
-            check_agreement([], None, None, group)  # unless a peer goes on
+            checks.check_agreement([], None, None, group)  # unless a peer goes on
             raise
         # under dynamic_cp every rank takes whole groups, and any rank may count their samples
         rule = self.settings.plan_rule
@@ -284,9 +271,9 @@ class PolicyGradientStep:
         try:
             planned = PlannedStep.of(fetched, self.settings, group=group, rule=rule, check=partial(self._check, call))
         except StepPlanError as failure:
-            check_agreement([], None, failure, group)
+            checks.check_agreement([], None, failure, group)
             raise
-        check_agreement([batch.digest for batch in planned.batches], planned.plan, None, group)
+        checks.check_agreement([batch.digest for batch in planned.batches], planned.plan, None, group)
         if planned.plan.warning is not None and not self._has_warned and torch.distributed.get_rank() == 0:
             warnings.warn(planned.plan.warning, stacklevel=2)
             self._has_warned = True
@@ -299,11 +286,11 @@ class PolicyGradientStep:
 
     def _check(self, call: ScheduleCall, batches: Sequence[PackedBatch]) -> None:
         model = call.chunks[0]
-        check_cuts(batches, self._groups)
-        check_batches(batches, call, self.settings.vocab_size)
-        check_teachers(batches, model, self.settings)
-        check_vocabulary_of_sampling_masks(batches, model, self.settings)
-        check_packing(batches, call.chunks)
+        checks.check_cuts(batches, self._groups)
+        checks.check_batches(batches, call, self.settings.vocab_size)
+        checks.check_teachers(batches, model, self.settings)
+        checks.check_vocabulary_of_sampling_masks(batches, model, self.settings)
+        checks.check_packing(batches, call.chunks)
         check_rows(batches, call.config)
         check_experts(batches, call.config, self._replay)
 
@@ -314,14 +301,16 @@ class PolicyGradientStep:
         source: Iterator = iter(())
         error: Exception | None = None
         try:
-            check_model(call.chunks, self.settings, forward_only=call.forward_only, is_attached=self._loss.is_attached)
+            checks.check_model(
+                call.chunks, self.settings, forward_only=call.forward_only, is_attached=self._loss.is_attached
+            )
             self._loss.check_layer(next(call.chunks[0].parameters()).device)
             if self._groups:
                 takes_a_ranks_own = takes_documents and not isinstance(self.documents, SharedDocumentAccumulator)
-                check_dynamic_cp(call.chunks, self.settings, takes_documents=takes_a_ranks_own)
-            source = source_of(call.data_iterator)
+                checks.check_dynamic_cp(call.chunks, self.settings, takes_documents=takes_a_ranks_own)
+            source = checks.source_of(call.data_iterator)
             if not takes_documents:
-                batches = take_microbatches(source, call.num_microbatches)
+                batches = checks.take_microbatches(source, call.num_microbatches)
         except Exception as failure:  # the exchange raises it on every rank
             error = failure
         if self.documents is None or not takes_documents:
@@ -349,7 +338,7 @@ class PolicyGradientStep:
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
             context_parallel_size=parallel_state.get_context_parallel_world_size(),
             num_positions=plan.num_positions if has_router else None,
-            averages=always_averages(model),
+            averages=checks.always_averages(model),
             name=ROLES[self.settings.terms.objective.role],
         )
 
