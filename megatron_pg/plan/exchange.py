@@ -98,11 +98,6 @@ class Stray(NamedTuple):
     sample: int  # the first that differs from the unit's first
     first: int
 
-    @property
-    def ranks(self) -> tuple[int, int]:
-        """The ranks of the unit's first sample and of the stray."""
-        return self.first >> 32, self.sample >> 32
-
 
 _NO_STRAY = Stray(_NOWHERE, _NOWHERE)
 

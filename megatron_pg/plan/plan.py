@@ -311,9 +311,9 @@ def _check_strays(strays: Mapping[str, Stray], rule: PlanRule, local: LocalTable
 
     for kind in rule.undivided:
         if stray := strays.get(kind):
+            unit, ranks = name_of(stray.sample, KINDS[kind]), f"{stray.first >> 32} and {stray.sample >> 32}"
             raise StepPlanError(
-                f"{kind} {name_of(stray.sample, KINDS[kind])} has samples on data-parallel ranks {stray.ranks[0]} and "
-                f"{stray.ranks[1]}. Give all its samples to one rank."
+                f"{kind} {unit} has samples on data-parallel ranks {ranks}. Give all its samples to one rank."
             )
     if stray := strays.get(MIXED):
         rollout, *prompts = (
