@@ -32,7 +32,7 @@ def formats(length: int):
 def test_response_values_are_the_slice_of_the_whole_sequence(cp_size):
     """Position-coded: what a rank holds by response index is what it holds by slicing the logits' positions."""
     rng = random.Random(cp_size)
-    for _ in range(100):
+    for _ in range(40):
         total = rng.randint(2, 50)
         response = rng.randint(1, total - 1)
         for qkv_format, width in formats(total):
@@ -105,13 +105,6 @@ def test_offsets_of_a_hand_worked_sample():
     assert tokens == ((3, 4), (0, 0))
     *_, tokens = get_logits_and_tokens_offset_with_cp(10, 7, cp_rank=1, cp_size=2)
     assert tokens == ((4, 7), (7, 10))
-
-
-def test_bshd_is_cut_by_the_padded_width_not_by_the_sample():
-    *_, thd = get_logits_and_tokens_offset_with_cp(4, 3, "thd", cp_rank=0, cp_size=2)
-    *_, bshd = get_logits_and_tokens_offset_with_cp(4, 3, "bshd", 16, cp_rank=0, cp_size=2)
-    assert thd == ((1, 2), (0, 0))
-    assert bshd == ((1, 4), (0, 0))
 
 
 def test_slice_pads_with_a_value_or_a_function():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from samples import make_sample, random_step
 
-from megatron_pg.batch import pack, slice_batch
+from megatron_pg.batch import ContextRanks, pack, slice_batch
 
 
 def coded(rng, **rest):
@@ -83,6 +83,9 @@ def test_bshd_fills_up_with_empty_rows():
     assert batch.sample_index[1:].tolist() == [[-1] * 4] * 2
 
 
+OWN_RANKS = {"cp_ranks": ContextRanks(0, 2)}
+
+
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
@@ -93,6 +96,8 @@ def test_bshd_fills_up_with_empty_rows():
         ({"qkv_format": "bshd", "max_seq_len": 8, "rows": 0}, "rows=0 for 1 samples"),
         ({"qkv_format": "bshd", "max_seq_len": 8, "multiple_of": 4}, "multiple_of=4 has no effect on bshd"),
         ({"qkv_format": "thd", "rows": 2}, "rows=2 has no effect on thd"),
+        ({"qkv_format": "bshd", "max_seq_len": 8, **OWN_RANKS}, "only a packed row (thd) has its own ranks"),
+        ({"qkv_format": "thd", "cp_size": 2, **OWN_RANKS}, "only a packed row (thd) has its own ranks"),
         ({"qkv_format": "thd", "max_seq_len": 3}, "max_seq_len=3 for a packed row of 4 tokens"),
         ({"qkv_format": "thd", "max_seq_len": 10, "cp_size": 2}, "max_seq_len=10 for a packed row of 4"),
     ],

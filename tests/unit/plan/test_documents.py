@@ -128,18 +128,6 @@ def test_groups_are_never_cut(policy):
                 assert all(groups.count(group) == 4 for group in groups)
 
 
-def test_groups_that_cannot_add_up_are_a_named_error_on_every_rank():
-    rng = random.Random(4)
-    given = [streams.stream(rng, rank=rank, num_groups=6, group_sizes=(3,)) for rank in range(2)]
-    found = take_all(given, rule(8), PACKED)
-    for run in found:
-        assert run.steps == []
-        assert (
-            "2 documents are missing, and the next groups, which are never split, have 3 on rank 0, 3 on rank 1"
-            in run.error
-        )
-
-
 def of_sizes(rng: random.Random, *sizes: list[int]) -> list:
     """Every rank's groups by their sizes."""
     return [
@@ -155,6 +143,10 @@ def test_a_step_of_exactly_n_that_exists_is_found():
     assert [step.documents.num_documents for step in found[0].steps] == [2, 2, 2]
     assert [step.documents.documents_waiting for step in found[0].steps] == [1, 1, 1]
     assert "1 documents are missing" in found[0].error  # 1, 2, 2 on one rank: no step of 2 begins so
+    for run in take_all(of_sizes(random.Random(4), [3] * 6, [3] * 6), rule(8), PACKED):
+        assert run.steps == []
+        text = "2 documents are missing, and the next groups, which are never split, have 3 on rank 0, 3 on rank 1"
+        assert text in run.error
 
 
 def exists(rest: list[list[int]], n: int) -> bool:

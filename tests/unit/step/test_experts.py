@@ -62,12 +62,6 @@ def test_coefficients_are_multiplied_while_a_step_runs_and_only_then(kinds, aux,
         assert vars(shared) == vars(other) == before
 
 
-def test_releases_and_contracts_that_keep_the_scale_are_left_alone(release):
-    assert experts.needs_router_scale(config_of()) == (release == (0, 18))
-    assert not experts.needs_router_scale(config_of(calculate_per_token_loss=False))
-    assert not experts.needs_router_scale(config_of(num_moe_experts=None))
-
-
 def packed(*rows: int) -> list:
     sample = make_sample(prompt_length=2, mask=[1, 1], rng=random.Random(0))
     return [pack([sample], qkv_format="bshd", max_seq_len=4, rows=count) for count in rows]
