@@ -28,18 +28,18 @@ def all_gather_rows(values: Tensor, group: ProcessGroup | None = None, *, error:
     `LAST_WORDS`: they may be in a collective of the user's code, which this rank never reaches.
     """
     values = values.to(device_of(group))
-    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    rows = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
     if error is None:
-        dist.all_gather(gathered, values, group=group)
+        dist.all_gather(rows, values, group=group)
     else:
         options = AllgatherOptions()
         options.timeout = LAST_WORDS  # also of the operation, which otherwise delays the end of the process
         target: Any = group or dist.group.WORLD
         try:
-            target.allgather([gathered], [values], options).wait(LAST_WORDS)
+            target.allgather([rows], [values], options).wait(LAST_WORDS)
         except RuntimeError as lost:
             raise error from lost
-    return torch.stack(gathered).cpu()
+    return torch.stack(rows).cpu()
 
 
 def gathered(values: Tensor, group: ProcessGroup | None, error: Exception | None = None) -> Tensor:
