@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS, is_by_turn
-from megatron_pg.plan import exchange, plan
+from megatron_pg.plan import collectives, exchange, plan
 from megatron_pg.plan.facts import COLUMNS
 from megatron_pg.plan.table import PROMPT, ROLLOUT, LocalTable, PlanRule
 
@@ -98,7 +98,7 @@ def measured(rows: Tensor, aggregation: str, ranks: int, samples: int, repeats: 
     rule = PlanRule(aggregation=aggregation, divisor=divisor)
     others, local, times = Others(rows, rule, ranks, samples), table_of(rows[:samples]), []
     with (
-        mock.patch.object(exchange, "all_gather_rows", others.gather),
+        mock.patch.object(collectives, "all_gather_rows", others.gather),
         mock.patch.object(exchange, "all_to_all_rows", others.all_to_all),
         mock.patch.object(exchange, "all_reduced", others.all_reduce),
         mock.patch.object(torch.distributed, "get_rank", return_value=0),

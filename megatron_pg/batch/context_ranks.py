@@ -69,14 +69,8 @@ def assign_rows(
     """Assign documents to runs of ranks so that the slowest rank finishes early.
 
     A document lies on as few ranks as its length and a share of the step's cost allow. The share is the largest of four
-    for which the step is within 2 % of the fastest. Rows on many ranks come first, before any rank has to wait.
-
-    Args:
-        lengths: tokens of each document.
-        num_ranks: D · C.
-        num_microbatches: K, the same on every rank.
-        max_tokens: most tokens of a row on a rank, padding included.
-        attention_length: tokens of a document whose attention costs as much as all other layers.
+    for which the step is within 2 % of the fastest. Rows on many ranks come first, before any rank has to wait. The
+    arguments are those of `cut_over_ranks`.
 
     Raises:
         ValueError: the documents don't fit; none is dropped.

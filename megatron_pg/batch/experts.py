@@ -12,15 +12,9 @@ def local_experts(local: LocalBatch, *, num_experts: int, layers: int, topk: int
     """The experts of every layer for this rank's positions, in the order in which its routers see them.
 
     Positions of which an engine has none (the last token of a sample, padding) get distinct experts in turn, so that
-    dispatchers find `topk` for every position and no expert is crowded; they have no part in the loss.
-
-    Args:
-        local: this rank's slice of a micro-batch, whose samples all have `routed_experts`.
-        num_experts: of a layer.
-        layers: of the samples' records, layers without experts included.
-        topk: experts of a position.
-        tp_rank: rank in the tensor-parallel group, where the sequence is cut over it (sequence parallelism); else 0.
-        tp_size: size of that group, or 1.
+    dispatchers find `topk` for every position and no expert is crowded; they have no part in the loss. All samples have
+    `routed_experts`. `layers` are those of their records, layers without experts included. `tp_rank` and `tp_size` are
+    0 and 1 unless the sequence is cut over the tensor-parallel group (sequence parallelism).
 
     Returns:
         [layers, W/C · B / tp_size, topk] int32, on the CPU.

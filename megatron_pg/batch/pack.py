@@ -7,7 +7,7 @@ out at full length first, and labels are shifted inside each sample; context par
 import hashlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -134,6 +134,11 @@ class PackedBatch:
         """[sum of R] float64: `token_weights` of the tokens in the mask, 1 in samples without them; 0 elsewhere."""
         weights = self.response_values("token_weights")
         return torch.where(mask, torch.where(weights.isnan(), 1.0, weights), 0.0)
+
+
+def samples_of(batches: Iterable[PackedBatch]) -> list[Sample]:
+    """All samples of the micro-batches, in their order."""
+    return [sample for batch in batches for sample in batch.samples]
 
 
 def pack(

@@ -56,12 +56,7 @@ def zigzag_index(padded_lengths: Sequence[int], *, cp_rank: int, cp_size: int) -
 def response_spans(
     total_length: int, response_length: int, length: int, *, cp_rank: int, cp_size: int
 ) -> tuple[int, tuple[Span, Span], tuple[Span, Span], tuple[Span, Span]]:
-    """Spans of one sample on one rank, counted from the start of its prompt; the layout cuts by `length`.
-
-    Returns:
-        The chunk length, and for each of the rank's two chunks its span, the span of the positions whose logits
-        predict a response token, and the span of those response tokens. An empty span is (0, 0).
-    """
+    """The result of `cp_utils.get_logits_and_tokens_offset_with_cp`; the layout cuts by `length`."""
     prompt_length, chunk = total_length - response_length, chunk_length(length, cp_size)
     first, second = ((k * chunk, (k + 1) * chunk) for k in (cp_rank, 2 * cp_size - 1 - cp_rank))
     limits = [(max(start, prompt_length - 1), min(end, total_length - 1)) for start, end in (first, second)]

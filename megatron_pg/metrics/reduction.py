@@ -27,20 +27,13 @@ _NAMES = frozenset(metric.name for metric in METRICS)
 
 
 class Reduction:
-    """The metrics of one level of `--pg-metrics` for a loss with certain features, in a fixed order.
+    """The metrics of one level of `--pg-metrics` for a loss with certain features (`settings.features_of`), in order.
 
-    Args:
-        level: of `--pg-metrics`.
-        features: of the loss (`settings.features_of`).
-        own: names of the values that a custom objective reports.
-        loss terms: those of the loss.
-        role: of the trained model.
+    `own` are the names of the values that a custom objective reports. A partial result contains the added metrics, the
+    extrema (minima negated, so that all are maxima), and for every optional field the number of documents that have it.
 
     Raises:
-        ValueError: one of these names is a metric of ours.
-
-    A partial result contains the added metrics, the extrema (minima negated, so that all are maxima), and for every
-    optional field the number of documents that have it.
+        ValueError: a name of `own` is a metric of ours.
     """
 
     def __init__(

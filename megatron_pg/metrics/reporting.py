@@ -22,11 +22,6 @@ class CallbackError(ValueError):
     """The value that `on_step` returned cannot be logged; raised on every rank."""
 
 
-def nonfinite_entries(nonfinite: Mapping[str, list[int]]) -> list[dict[str, Any]]:
-    """The "nonfinite" list of a record: each metric with the ranks whose contribution is NaN or inf."""
-    return [{"metric": name, "ranks": ranks} for name, ranks in nonfinite.items()]
-
-
 def console_line(iteration: int, values: Mapping[str, Any], own: Collection[str] = ()) -> str:
     """The step in one line, with all signs: Megatron's own line drops a metric whose value is negative.
 

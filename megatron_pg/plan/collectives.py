@@ -1,6 +1,7 @@
 """The collectives of the plugin, on the device that a group needs: tables and texts, never pickled objects."""
 
 import json
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,35 +24,45 @@ def device_of(group: ProcessGroup | None) -> torch.device:
 def all_gather_rows(values: Tensor, group: ProcessGroup | None = None, *, error: Exception | None = None) -> Tensor:
     """[n, …] on the CPU from [same shape] on each of the n ranks, in rank order: one collective, one host read.
 
-    Args:
-        values: this rank's.
-        group: the ranks; None: the default group.
-        error: this rank's error, which its values report to the others. It is raised here if they do not answer within
-            `LAST_WORDS`: they may be in a collective of the user's code, which this rank never reaches.
+    `error` is this rank's error, which its values report to the others. It is raised here if they do not answer within
+    `LAST_WORDS`: they may be in a collective of the user's code, which this rank never reaches.
     """
     values = values.to(device_of(group))
-    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    rows = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
     if error is None:
-        dist.all_gather(gathered, values, group=group)
+        dist.all_gather(rows, values, group=group)
     else:
         options = AllgatherOptions()
         options.timeout = LAST_WORDS  # also of the operation, which otherwise delays the end of the process
         target: Any = group or dist.group.WORLD
         try:
-            target.allgather([gathered], [values], options).wait(LAST_WORDS)
+            target.allgather([rows], [values], options).wait(LAST_WORDS)
         except RuntimeError as lost:
             raise error from lost
-    return torch.stack(gathered).cpu()
+    return torch.stack(rows).cpu()
+
+
+def gathered(values: Tensor, group: ProcessGroup | None, error: Exception | None = None) -> Tensor:
+    """[ranks, ...] in rank order, as `all_gather_rows`; without a group those of this process alone."""
+    return values[None] if group is None else all_gather_rows(values, group, error=error)
+
+
+def gathered_parts(values: Tensor, sizes: Sequence[int], group: ProcessGroup | None) -> list[Tensor]:
+    """The values of each rank, [sizes[rank]], in rank order; one collective."""
+    rows = gathered(torch.nn.functional.pad(values, (0, max(sizes) - len(values))), group)
+    return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+
+
+def rank_of(group: ProcessGroup | None) -> int:
+    """This rank's number in `group`; without a group, 0: this process alone."""
+    return 0 if group is None else dist.get_rank(group)
 
 
 def all_to_all_rows(values: Tensor, sent: Tensor, received: Tensor, group: ProcessGroup) -> Tensor:
-    """Send rows to the ranks of `group`; returns the received rows on the CPU.
+    """The received rows, on the CPU, in the order of the sending ranks.
 
-    Args:
-        values: [sum of sent, ...] in the order of the receiving ranks.
-        sent: [n] rows to each rank.
-        received: [n] rows from each rank, in whose order they are returned.
-        group: the n ranks.
+    `values` has [sum of sent, ...] rows in the order of the receiving ranks; `sent` and `received` are the numbers of
+    rows to and from each of the n ranks, [n].
     """
     values = values.to(device_of(group)).contiguous()
     rows = values.new_empty(int(received.sum()), *values.shape[1:])
@@ -85,9 +96,8 @@ def broadcast_values(values: list, group: ProcessGroup, source: int = 0) -> list
 
 def encode(text: str, size: int) -> Tensor:
     """[size] uint8: the text as UTF-8, truncated or padded."""
-    return torch.frombuffer(
-        bytearray(text.encode(errors="backslashreplace")[:size].ljust(size, b"\0")), dtype=torch.uint8
-    )
+    data = text.encode(errors="backslashreplace")[:size].ljust(size, b"\0")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def decode(data: Tensor) -> str:

@@ -16,14 +16,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import PackedBatch, pack
 from megatron_pg.batch.zigzag import padded_length
-from megatron_pg.plan.collectives import all_gather_rows
+from megatron_pg.plan.collectives import gathered, rank_of
 from megatron_pg.rollouts.fields import Id
 from megatron_pg.rollouts.sample import Sample
 
@@ -122,17 +122,6 @@ class Packing:
         return pack(documents, qkv_format=self.qkv_format, cp_size=self.cp_size, max_seq_len=width, **shape)
 
 
-class Sized(Protocol):
-    """The part of a packing that a draft uses."""
-
-    @property
-    def capacity(self) -> int:
-        """The capacity of a micro-batch."""
-
-    def size_of(self, document: Sample) -> int:
-        """The part of the capacity that a document needs."""
-
-
 @dataclass(frozen=True, slots=True)
 class Position:
     """The position in the documents, stored in checkpoints and equal on every rank."""
@@ -185,10 +174,11 @@ class Counts(NamedTuple):
 
 
 class Accumulator(ABC):
-    """What the accumulators have in common; `sized` is the capacity of a draft's micro-batches."""
+    """What the accumulators have in common; `capacity` and `size_of` are those of a draft's micro-batches."""
 
-    def __init__(self, rule: StepRule, sized: Sized, position: Position):
-        self._rule, self._sized = rule, sized
+    def __init__(self, rule: StepRule, position: Position, *, capacity: int, size_of: Callable[[Sample], int]):
+        self._rule = rule
+        self._new_draft = functools.partial(Draft, capacity, size_of)
         self.position = position  # after the last step
         self._waiting: list[Group] = []  # pulled from the source, not taken by a step
         self._before = position, self._waiting  # position and pulled groups of the last step
@@ -222,7 +212,7 @@ class Accumulator(ABC):
         """
         if getattr(source, "replaying", False):
             (self.position, self._waiting), source = self._before, iter(())
-        draft = Draft(self._sized, self._waiting, source, undivided)
+        draft = self._new_draft(self._waiting, source, undivided)
         table, batches, error = self._fill(draft, group, error, schedulable)
         self._before = self.position, draft.taken + list(draft.waiting)
         if any(counts.has_failed for counts in table) or error is not None:
@@ -265,7 +255,7 @@ class DocumentAccumulator(Accumulator):
     """
 
     def __init__(self, *, rule: StepRule, packing: Packing, position: Position):
-        super().__init__(rule, packing, position)
+        super().__init__(rule, position, capacity=packing.capacity, size_of=packing.size_of)
         self._packing = packing
 
     def _fill(
@@ -282,7 +272,7 @@ class DocumentAccumulator(Accumulator):
         self, draft: "Draft", group: ProcessGroup | None, error: Exception | None
     ) -> tuple[list[Counts], Exception | None]:
         """Take documents until the step is full, they have ended, or a rank has failed; all ranks' counts."""
-        rank = 0 if group is None else torch.distributed.get_rank(group)
+        rank = rank_of(group)
         size = 1 if group is None else torch.distributed.get_world_size(group)
         table, has_progressed = [Counts()] * size, True
         while (limits := self._limits(table, has_progressed=has_progressed)) is not None:
@@ -303,13 +293,13 @@ class DocumentAccumulator(Accumulator):
         self, draft: "Draft", group: ProcessGroup | None, table: list[Counts]
     ) -> tuple[list[Counts], Exception | None]:
         """Search for whole groups with N documents in total, if taking them in turn has missed N; all ranks' counts."""
-        wanted, rank = self._rule.num_documents, 0 if group is None else torch.distributed.get_rank(group)
+        wanted, rank = self._rule.num_documents, rank_of(group)
         row, error = torch.zeros(1 + wanted, dtype=torch.int64), None
         try:
             row[draft.reachable(wanted)] = 1
         except Exception as failure:  # reported by a first element of 0
             error = failure
-        rows = row[None] if group is None else all_gather_rows(row, group, error=error)
+        rows = gathered(row, group, error)
         try:
             if rows[:, 0].all():
                 shares = whole_groups([each.nonzero().flatten().tolist() for each in rows], wanted)
@@ -350,11 +340,18 @@ class DocumentAccumulator(Accumulator):
 class Draft:
     """This rank's part of the current step."""
 
-    def __init__(self, packing: Sized, waiting: Iterable[Group], source: Iterator, kinds: Sequence[str]):
+    def __init__(
+        self,
+        capacity: int,
+        size_of: Callable[[Sample], int],
+        waiting: Iterable[Group],
+        source: Iterator,
+        kinds: Sequence[str],
+    ):
         self.microbatches: list[list[Sample]] = []
         self.taken: list[Group] = []
         self.waiting = deque(waiting)
-        self._packing, self._source = packing, source
+        self._capacity, self._size_of, self._source = capacity, size_of, source
         self._room = 0  # of the last micro-batch
         self._next_group, self._has_ended = 0, False  # of this step only, as in a resumed run
         self._kinds = kinds
@@ -364,21 +361,21 @@ class Draft:
         """One round: the next group, and further groups that fit into its micro-batch, up to `limit` documents."""
         taken = 0
         while taken < limit and (group := self._next()) is not None and taken + len(group) <= limit:
-            sizes = [self._packing.size_of(document) for document in group]
+            sizes = [self._size_of(document) for document in group]
             if taken and sum(sizes) > self._room:
                 return
             self._check_units(group)
             for document, size in zip(group, sizes, strict=True):
                 if not self.microbatches or size > self._room:
                     self.microbatches.append([])
-                    self._room = self._packing.capacity
+                    self._room = self._capacity
                 self.microbatches[-1].append(document)
                 self._room -= size
             self.taken.append(self.waiting.popleft())
             self._next_group = 0
             taken += len(group)
 
-    def counts(self, *, has_failed: bool) -> Counts:
+    def counts(self, *, has_failed: bool = False) -> Counts:
         """The row of this rank."""
         return Counts(
             documents=sum(len(part) for part in self.microbatches),
@@ -399,7 +396,7 @@ class Draft:
 
     def take_exactly(self, count: int, limit: int) -> None:
         """Take `count` documents, one of the numbers of `reachable(limit)`."""
-        while (taken := self.counts(has_failed=False).documents) < count:
+        while (taken := self.counts().documents) < count:
             self.take(count - taken)
         # of the groups that were pulled
         self._next_group = len(self.waiting[0]) if count < limit and self.waiting else 0
@@ -440,8 +437,7 @@ class Draft:
 
 def _gather_counts(draft: Draft, group: ProcessGroup | None, error: Exception | None) -> list[Counts]:
     row = torch.tensor(draft.counts(has_failed=error is not None), dtype=torch.int64)
-    rows = row[None] if group is None else all_gather_rows(row, group, error=error)
-    return [Counts(*counts) for counts in rows.tolist()]
+    return [Counts(*counts) for counts in gathered(row, group, error).tolist()]
 
 
 def whole_groups(reachable: Sequence[Sequence[int]], wanted: int) -> list[int] | None:
@@ -469,12 +465,9 @@ def _total(table: Iterable[Counts]) -> int:
 
 
 def schedulable_count(count: int, *, num_stages: int, group_size: int | None) -> int:
-    """The smallest number of micro-batches, at least `count`, that Megatron's schedule can run.
+    """The smallest number of micro-batches, at least `count`, that Megatron's schedule can run on `num_stages` stages.
 
-    Args:
-        count: at least 1.
-        num_stages: pipeline-parallel size.
-        group_size: `microbatch_group_size_per_vp_stage` under virtual stages, else None: any number can be run.
+    `group_size` is `microbatch_group_size_per_vp_stage` under virtual stages, else None: any number can be run.
     """
     if group_size is None:
         return count

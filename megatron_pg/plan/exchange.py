@@ -11,7 +11,7 @@ rank.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from megatron_pg.plan.collectives import all_gather_rows, all_reduced, all_to_all_rows, decode, encode
+from megatron_pg.plan.collectives import all_reduced, all_to_all_rows, decode, encode, gathered, rank_of
 from megatron_pg.plan.errors import StepPlanError, message_of
 from megatron_pg.plan.facts import (
     NOTHING,
@@ -38,7 +38,9 @@ from megatron_pg.plan.table import FACTS, MODULUS, PROMPT, ROLLOUT, LocalTable, 
 
 MESSAGE = 512  # bytes of a rank's error, or of an id, that are sent to the others
 KINDS = {"rollout_id": ROLLOUT, "prompt_id": PROMPT}  # of units: their column in the table
+MIXED = "prompts"  # the stray of a rollout that belongs to two prompts
 _KIND, _KEY, _PART, _PLACE, _TOKENS = range(5)  # columns of a unit's row; its facts come after the tokens
+_TOTALS = ("num_trained", "num_positions", "num_response_tokens", "num_missing")  # of a table and a step
 _NOWHERE = 2**52  # above every place and exact in float64: of a unit whose samples another rank counts
 
 
@@ -90,21 +92,11 @@ def gather_environments(names: Sequence[str], heads: Sequence[Head], group: Proc
     return sorted({name for row in rows for name in json.loads(decode(row))})
 
 
-def gathered(values: Tensor, group: ProcessGroup | None, error: Exception | None = None) -> Tensor:
-    """[ranks, ...] in rank order; without a group of this process alone."""
-    return values[None] if group is None else all_gather_rows(values, group, error=error)
-
-
 class Stray(NamedTuple):
     """Two samples of one unit that must not differ, by their places: rank * 2^32 + index on that rank."""
 
     sample: int  # the first that differs from the unit's first
     first: int
-
-    @property
-    def ranks(self) -> tuple[int, int]:
-        """The ranks of the unit's first sample and of the stray."""
-        return self.first >> 32, self.sample >> 32
 
 
 _NO_STRAY = Stray(_NOWHERE, _NOWHERE)
@@ -137,9 +129,7 @@ class WholeStep:
     is_flat_row: Tensor  # [S] bool, the same of each row of the table
     is_balanced: bool  # whether ranks that share a micro-batch have the same one
     facts: SampleFacts
-    divided: Mapping[str, Stray]  # by kind: a unit of `PlanRule.undivided` on two ranks
-    mixed: Stray | None  # a rollout of two prompts
-    conflicting: Mapping[str, Stray]  # by field: a rollout with two rewards, or of two environments
+    strays: Mapping[str, Stray]  # by kind: a unit of `PlanRule.undivided` on two ranks; by field: two values; `MIXED`
 
 
 def exchange(
@@ -149,17 +139,16 @@ def exchange(
 
     Without a group this process alone is counted.
     """
-    rank = 0 if group is None else torch.distributed.get_rank(group)
+    rank = rank_of(group)
     held = [_own_units(local, rule, kind, rank) for kind in KINDS.values()]
     deal = _Deal(torch.cat([units.rows for units in held]), group)
     owned = [_owned_units(deal.rows, kind) for kind in KINDS.values()]
     answers = deal.answered(_answers(deal.rows, owned)).split([len(units.rows) for units in held])
-    strays = _strays(owned, rule)
+    strays = _own_strays(owned, rule)
     of_rollouts = owned[0].facts, *of_environments(owned[0].facts, environments)
     sums = _combined(_sums(local, rule, rank, held, owned, of_rollouts), ReduceOp.SUM, group)
-    largest = _combined(_largest(held, of_rollouts, strays), ReduceOp.MAX, group)
-    mixed, *firsts = _first_strays(strays, largest[-1], group)
-    num_trained, num_positions, num_response_tokens, num_missing, balance = sums[0].tolist()
+    largest = _combined(_largest(held, of_rollouts, strays.values()), ReduceOp.MAX, group)
+    *totals, balance = sums[0].tolist()
     return WholeStep(
         units={
             kind: _units(answer[units.of_held, :-1], of_sums, of_largest)
@@ -168,23 +157,12 @@ def exchange(
             )
         },
         tokens=sums[1].tolist(),
-        num_trained=num_trained,
-        num_positions=num_positions,
-        num_response_tokens=num_response_tokens,
-        num_missing=num_missing,
+        **dict(zip(_TOTALS, totals, strict=True)),
         is_flat=answers[-1][held[-1].of_held, -1] > 0,
         is_flat_row=answers[-1][held[-1].of_rows, -1] > 0,
         is_balanced=balance % MODULUS == 0,
         facts=SampleFacts.of(sums[2], largest[0], sums[3], environments),
-        conflicting={
-            field: stray for field, stray in zip(rule.one_per_rollout, firsts, strict=False) if stray is not None
-        },
-        divided={
-            kind: stray
-            for kind, stray in zip(rule.undivided, firsts[len(rule.one_per_rollout) :], strict=True)
-            if stray is not None
-        },
-        mixed=mixed,
+        strays=_first_strays(strays, largest[-1], group),
     )
 
 
@@ -311,7 +289,7 @@ def _count_brought(units: _OwnUnits) -> int:
     return int((units.rows[:, _PLACE] != _NOWHERE).sum())
 
 
-def _largest(held: Sequence[_OwnUnits], of_rollouts: Sequence[Tensor], strays: Sequence[Stray]) -> list[Tensor]:
+def _largest(held: Sequence[_OwnUnits], of_rollouts: Sequence[Tensor], strays: Iterable[Stray]) -> list[Tensor]:
     """Numbers to take the maximum of over the ranks."""
     counts = [float(_count_brought(units)) for units in held]
     sets = [torch.tensor([n, -n if n else -torch.inf], dtype=torch.float64) for n in counts]
@@ -332,13 +310,13 @@ def _units(tokens: Tensor, sums: Tensor, largest: Tensor) -> Units:
     return Units(tokens, counted, live, distinct, brought, int(most), int(-fewest) if distinct else 0)
 
 
-def _strays(owned: Sequence[_OwnedUnits], rule: PlanRule) -> list[Stray]:
-    """The first strays on this rank: rollouts of two prompts, two values of a field, units that must not be divided."""
+def _own_strays(owned: Sequence[_OwnedUnits], rule: PlanRule) -> dict[str, Stray]:
+    """`WholeStep.strays` of the units that this rank owns, `_NO_STRAY` where there is none."""
     rows = {kind: units.rows[units.rows[:, _PLACE] != _NOWHERE] for kind, units in zip(KINDS, owned, strict=True)}
     rollouts = rows["rollout_id"]
-    first = [_stray(rollouts, rollouts[:, _PART])]
-    first += [_conflict(rollouts, ONE_PER_ROLLOUT[field] - UNIT_COLUMNS) for field in rule.one_per_rollout]
-    return first + [_stray(rows[kind], rows[kind][:, _PLACE] >> 32) for kind in rule.undivided]
+    strays = {MIXED: _stray(rollouts, rollouts[:, _PART])}
+    strays |= {name: _conflict(rollouts, ONE_PER_ROLLOUT[name] - UNIT_COLUMNS) for name in rule.one_per_rollout}
+    return strays | {kind: _stray(rows[kind], rows[kind][:, _PLACE] >> 32) for kind in rule.undivided}
 
 
 def _conflict(rows: Tensor, column: int) -> Stray:
@@ -359,10 +337,10 @@ def _stray(rows: Tensor, parts: Tensor) -> Stray:
     return Stray(*rows[[apart[0], first[apart[0]]], _PLACE].tolist())
 
 
-def _first_strays(strays: Sequence[Stray], largest: Tensor, group: ProcessGroup | None) -> list[Stray | None]:
+def _first_strays(strays: Mapping[str, Stray], largest: Tensor, group: ProcessGroup | None) -> dict[str, Stray]:
     """The first stray of each kind over all ranks; a further collective on every rank if there is any."""
     if (largest == -_NOWHERE).all():
-        return [None] * len(strays)
-    rows = gathered(torch.tensor(strays, dtype=torch.int64), group)  # [ranks, sorts, 2]
+        return {}
+    rows = gathered(torch.tensor([*strays.values()], dtype=torch.int64), group)  # [ranks, kinds, 2]
     firsts = [min(Stray(*stray) for stray in column) for column in rows.transpose(0, 1).tolist()]
-    return [None if stray == _NO_STRAY else stray for stray in firsts]
+    return {kind: stray for kind, stray in zip(strays, firsts, strict=True) if stray != _NO_STRAY}

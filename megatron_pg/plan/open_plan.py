@@ -13,7 +13,7 @@ from typing import cast
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch import PackedBatch
+from megatron_pg.batch import PackedBatch, samples_of
 from megatron_pg.declarations.aggregations import AGGREGATIONS, is_by_turn
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, LossTerm
@@ -43,8 +43,7 @@ class OpenPlan:
                 "step has; the result does not depend on it."
             )
         _refuse_second_numbers(settings)
-        undivided = ("rollout_id", "prompt_id") if rule.needs_prompt_ids else ("rollout_id",)
-        self.rule = replace(rule, expected=expected, undivided=undivided)
+        self.rule = replace(rule, expected=expected, undivided=rule.units)
         self.settings, self.expected = settings, expected
         self._tables: list[LocalTable] = []  # of the adds
         self._seen: set[tuple[str, Id | None]] = set()  # the ids of their rollouts and counted prompts
@@ -64,7 +63,7 @@ class OpenPlan:
             number=self.expected,
         )
         self._tables.append(replace(cast(LocalTable, planned.table), samples=None))
-        self._seen |= self._units_of(_samples(batches))
+        self._seen |= self._units_of(samples_of(batches))
         return planned
 
     def close(self, rest: Callable[[], Sequence[PackedBatch]], check: Check, group: ProcessGroup | None) -> PlannedStep:
@@ -97,7 +96,7 @@ class OpenPlan:
 
     def _check(self, batches: Sequence[PackedBatch], check: Check, check_samples: Callable) -> None:
         check(batches)
-        samples = _samples(batches)
+        samples = samples_of(batches)
         if without := [sample for sample in samples if sample.rollout_id is None]:
             raise ScheduleError(
                 f"sample {without[0].sample_id} has no rollout_id, without which an open step cannot notice that a "
@@ -128,10 +127,6 @@ class OpenPlan:
                 f"close() has rollouts in its micro-batches (sample {rollouts[0].sample_id}), and --pg-denominator "
                 "kept counts their tokens after the forward. Add them before."
             )
-
-
-def _samples(batches: Sequence[PackedBatch]) -> list[Sample]:
-    return [sample for batch in batches for sample in batch.samples]
 
 
 def _check_rejected_whole(samples: Sequence[Sample]) -> None:

@@ -16,18 +16,18 @@ from torch.distributed import ProcessGroup
 from megatron_pg.batch import ContextRanks
 from megatron_pg.declarations.aggregations import AGGREGATIONS, is_by_turn
 from megatron_pg.declarations.loss_terms import AS_POLICY
-from megatron_pg.plan.collectives import decode, encode
+from megatron_pg.plan.collectives import decode, encode, gathered, rank_of
 from megatron_pg.plan.errors import StepPlanError
 from megatron_pg.plan.exchange import (
     KINDS,
     MESSAGE,
+    MIXED,
     Head,
     Stray,
     WholeStep,
     exchange,
     gather_environments,
     gather_heads,
-    gathered,
 )
 from megatron_pg.plan.facts import SampleFacts
 from megatron_pg.plan.table import (
@@ -175,34 +175,16 @@ def plan_from_table(
         heads = gather_heads(Head.of(local, rule, error), error, group)
     except StepPlanError as failure:
         raise failure from error
-    _check_rule(heads, rule, group)
-    _check_agreement(heads)
-    if rule.numbers_may_repeat:
-        _check_copies(heads)
-    whole = exchange(local, rule, group, gather_environments(local.environments, heads, group))
-    _check_shares(whole.is_balanced, local.shares, group)
-    known = {column: ids for column, ids in local.ids.items() if ids is not None}
-
-    def name_of(place: int, column: int) -> str:
-        return _text_from_owner(lambda index: shorten(known[column][index]), group, place)
-
-    _check_undivided(whole.divided, rule.undivided, name_of)
-    _check_groups(whole.mixed, name_of)
-    _check_conflicts(whole.conflicting, local, name_of, group)
-    warning = _check_unique(whole, heads, rule, local, group)
-    is_varied = rule.denominator == "varied"
-    if is_varied:  # which rewards differ is known after an exchange, and what then counts after another
-        rows = rule.without(local.rows, whole.is_flat_row)
-        whole = exchange(replace(local, rows=rows), rule, group, [*whole.facts.environments])
-    columns, is_kept = len(rule.token_columns), rule.denominator == "kept"
+    whole, warning = _exchanged(local, rule, heads, group)
+    columns, is_kept, is_varied = len(rule.token_columns), rule.denominator == "kept", rule.denominator == "varied"
     depths = range(columns - rule.depths, columns)
     if number is None:
         _check_counted(whole.num_trained, whole.tokens[0], whole.tokens[int(is_kept)])
     with_prompts = number is not None or any(head.has_prompt_ids == 1 for head in heads)
     count = partial(_counts, whole, rule, with_prompts=with_prompts, number=number)
     tokens = whole.tokens if number is None else [number] * len(whole.tokens)
-    counts, of_depths = count(0, live_only=False), [count(column, live_only=rule.live_only) for column in depths]
-    of_objective = count(int(is_kept or is_varied), live_only=rule.live_only)
+    counts, live = count(0, live_only=False), partial(count, live_only=rule.live_only)
+    of_objective = live(int(is_kept or is_varied))
     is_out = whole.is_flat & is_varied
     return StepPlan(
         aggregation=rule.aggregation,
@@ -210,7 +192,7 @@ def plan_from_table(
         denominators=_denominators(of_objective, rule.aggregation, is_out),
         number=_number(of_objective, rule.aggregation),
         terms=_plan_terms(rule, tokens, count, is_out),
-        depth_denominators=tuple(_denominators(depth, rule.depth_aggregation) for depth in of_depths),
+        depth_denominators=tuple(_denominators(live(column), rule.depth_aggregation) for column in depths),
         depth_counts=tuple(whole.tokens[column] for column in depths),
         num_samples=sum(head.num_samples for head in heads),
         num_rollouts=counts.num_rollouts,
@@ -227,6 +209,24 @@ def plan_from_table(
         agreed=heads[0].agreed,
         facts=whole.facts,
     )
+
+
+def _exchanged(
+    local: LocalTable, rule: PlanRule, heads: Sequence[Head], group: ProcessGroup | None
+) -> tuple[WholeStep, str | None]:
+    """The checked step over all ranks, and a warning about its ids."""
+    _check_rule(heads, rule, group)
+    _check_agreement(heads)
+    if rule.numbers_may_repeat:
+        _check_copies(heads)
+    whole = exchange(local, rule, group, gather_environments(local.environments, heads, group))
+    _check_shares(whole.is_balanced, local.shares, group)
+    _check_strays(whole.strays, rule, local, group)
+    warning = _check_unique(whole, heads, rule, local, group)
+    if rule.denominator == "varied":  # which rewards differ is known now, and what then counts after another exchange
+        rows = rule.without(local.rows, whole.is_flat_row)
+        whole = exchange(replace(local, rows=rows), rule, group, [*whole.facts.environments])
+    return whole, warning
 
 
 def _plan_terms(
@@ -253,8 +253,7 @@ def _plan_terms(
 def _text_from_owner(text_of: Callable[[int], str], group: ProcessGroup | None, place: int) -> str:
     """A text about a sample, from the rank that has it: a collective of all ranks, which then raise the same error."""
     owner, index = place >> 32, place & (2**32 - 1)
-    rank = torch.distributed.get_rank(group) if group is not None else 0
-    return decode(gathered(encode(text_of(index) if rank == owner else "", MESSAGE), group)[owner])
+    return decode(gathered(encode(text_of(index) if rank_of(group) == owner else "", MESSAGE), group)[owner])
 
 
 def _check_rule(heads: Sequence[Head], rule: PlanRule, group: ProcessGroup | None) -> None:
@@ -275,19 +274,15 @@ def _check_rule(heads: Sequence[Head], rule: PlanRule, group: ProcessGroup | Non
 
 
 def _check_agreement(heads: Sequence[Head]) -> None:
-    for name in ("rollout_ids", "prompt_ids"):
-        given = [getattr(head, f"has_{name}") for head in heads]
+    for name, known, way_out in (
+        ("has_rollout_ids", "rollout_ids", "Give them on every rank or on none."),
+        ("has_prompt_ids", "prompt_ids", "Give them on every rank or on none."),
+        ("has_sampling_mask", "samples with a sampling mask", "Give it to every rollout or to none."),
+    ):
+        given = [getattr(head, name) for head in heads]
         if 1 in given and 0 in given:
-            raise StepPlanError(
-                f"data-parallel rank {given.index(1)} has {name} and rank {given.index(0)} has none. Give them on "
-                "every rank or on none."
-            )
-    given = [head.has_sampling_mask for head in heads]
-    if 1 in given and 0 in given:
-        raise StepPlanError(
-            f"data-parallel rank {given.index(1)} has samples with a sampling mask and rank {given.index(0)} has none. "
-            "Give it to every rollout or to none."
-        )
+            ranks = given.index(1), given.index(0)
+            raise StepPlanError(f"data-parallel rank {ranks[0]} has {known} and rank {ranks[1]} has none. {way_out}")
     for rank, head in enumerate(heads):
         if head.num_microbatches != heads[0].num_microbatches:
             raise StepPlanError(
@@ -308,17 +303,37 @@ def _check_copies(heads: Sequence[Head]) -> None:
             )
 
 
-def _check_conflicts(
-    conflicting: Mapping[str, Stray], local: LocalTable, name_of: Callable[[int, int], str], group: ProcessGroup | None
-) -> None:
-    """Refuse rollouts with two rewards or environments."""
-    for name, stray in conflicting.items():
-        rollout, places = name_of(stray.first, ROLLOUT), sorted({*stray})
-        values = [_text_from_owner(partial(_values_in_rollout, local, name), group, place) for place in places]
-        raise StepPlanError(
-            f"{name} of rollout {rollout} is {' and '.join(dict.fromkeys(values))}, but a rollout has one {name}. Give "
-            f"all its samples the same {name}, or only one of them. Different rollouts need different ids on all ranks."
+def _check_strays(strays: Mapping[str, Stray], rule: PlanRule, local: LocalTable, group: ProcessGroup | None) -> None:
+    """Refuse units on two ranks that take their own documents, and rollouts of two prompts or with two values."""
+
+    def name_of(place: int, column: int) -> str:
+        return _text_from_owner(lambda index: shorten((local.ids[column] or ())[index]), group, place)
+
+    for kind in rule.undivided:
+        if stray := strays.get(kind):
+            unit, ranks = name_of(stray.sample, KINDS[kind]), f"{stray.first >> 32} and {stray.sample >> 32}"
+            raise StepPlanError(
+                f"{kind} {unit} has samples on data-parallel ranks {ranks}. Give all its samples to one rank."
+            )
+    if stray := strays.get(MIXED):
+        rollout, *prompts = (
+            name_of(stray.sample, ROLLOUT),
+            name_of(stray.first, PROMPT),
+            name_of(stray.sample, PROMPT),
         )
+        raise StepPlanError(
+            f"rollout {rollout} belongs to prompt groups {prompts[0]} and {prompts[1]}. Give all samples of a rollout "
+            "one prompt_id."
+        )
+    for name in rule.one_per_rollout:
+        if stray := strays.get(name):
+            rollout, places = name_of(stray.first, ROLLOUT), sorted({*stray})
+            values = [_text_from_owner(partial(_values_in_rollout, local, name), group, place) for place in places]
+            raise StepPlanError(
+                f"{name} of rollout {rollout} is {' and '.join(dict.fromkeys(values))}, but a rollout has one {name}. "
+                f"Give all its samples the same {name}, or only one of them. Different rollouts need different ids on "
+                "all ranks."
+            )
 
 
 def _values_in_rollout(local: LocalTable, name: str, index: int) -> str:
@@ -358,26 +373,6 @@ def _check_unique(
     if warning is None and rule.needs_prompt_ids:
         warning = prompts_message(whole.units[PROMPT], local.rows[:, PROMPT], sizes, local.samples, group)
     return warning
-
-
-def _check_undivided(divided: Mapping[str, Stray], kinds: Sequence[str], name_of: Callable[[int, int], str]) -> None:
-    """Refuse a unit on two ranks where each rank takes its own documents: a step could split it."""
-    for kind in kinds:
-        if stray := divided.get(kind):
-            raise StepPlanError(
-                f"{kind} {name_of(stray.sample, KINDS[kind])} has samples on data-parallel ranks {stray.ranks[0]} and "
-                f"{stray.ranks[1]}. Give all its samples to one rank."
-            )
-
-
-def _check_groups(mixed: Stray | None, name_of: Callable[[int, int], str]) -> None:
-    """Refuse a rollout of two prompts."""
-    if mixed is not None:
-        rollout, *prompts = name_of(mixed.sample, ROLLOUT), name_of(mixed.first, PROMPT), name_of(mixed.sample, PROMPT)
-        raise StepPlanError(
-            f"rollout {rollout} belongs to prompt groups {prompts[0]} and {prompts[1]}. Give all samples of a rollout "
-            "one prompt_id."
-        )
 
 
 def _check_counted(num_trained: int, num_tokens: int, num_kept: int) -> None:

@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, PackedBatch, slice_batch
-from megatron_pg.plan.microbatches import CountedStep, count_step
 from megatron_pg.plan.plan import StepPlan, plan_from_table
 from megatron_pg.plan.sampling_masks import without_missing
 from megatron_pg.plan.selection import select_tokens
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.table import LocalTable, PlanRule, joined
-from megatron_pg.plan.weights import TokenFactors, depth_weights, token_weights
+from megatron_pg.plan.weights import CountedStep, TokenFactors, count_step, depth_weights, token_weights
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,16 +52,10 @@ class PlannedStep:
         number: int | None = None,
         earlier: Sequence[LocalTable] | None = None,
     ) -> "PlannedStep":
-        """Plan a step, by one exchange over `group`.
+        """Plan a step, by one exchange over `group`: every rank that contributes its own samples; None: this process.
 
-        Args:
-            batches_of: makes this rank's micro-batches of the step.
-            settings: the loss settings, the same on every rank.
-            group: the ranks that contribute their own samples, every one of which must call; None: this process alone.
-            rule: the plan rule; default `settings.plan_rule`.
-            check: raises where the micro-batches are not valid for the caller.
-            number: as in `plan_from_table`.
-            earlier: the tables of this rank's micro-batches that have run, which an open step counts first.
+        `batches_of` makes this rank's micro-batches, and `check` raises where they are not valid for the caller. An
+        open step gives `number`, as in `plan_from_table`, or the tables `earlier` of micro-batches that have run.
 
         Raises:
             StepPlanError: on every rank of `group`, for an error of any kind on any of them.
@@ -97,12 +90,7 @@ class PlannedStep:
     def slices(
         self, group_of: Callable[[PackedBatch], ProcessGroup | None], device: torch.device | str = "cpu"
     ) -> list[LocalBatch]:
-        """This rank's slice of every micro-batch, in their order.
-
-        Args:
-            group_of: the context-parallel group that splits a micro-batch; None: this rank has all of it.
-            device: where the model runs.
-        """
+        """This rank's slice of every micro-batch; the context-parallel group `group_of` it splits it (None: whole)."""
         return [
             self._slice(
                 batch, fields, group_of(batch), device, depth_weights(batch, self.plan, start, settings=self.settings)
@@ -115,11 +103,7 @@ class PlannedStep:
     ) -> LocalBatch:
         """This rank's slice of a micro-batch packed from samples of the step, which was planned as one micro-batch.
 
-        Args:
-            batch: the micro-batch.
-            members: the index of each of its samples among the step's samples.
-            group: the context-parallel group that splits it; None: this rank has all of it.
-            device: where the model runs.
+        `members` are the indices of its samples among the step's; the context-parallel `group` splits it (None: whole).
         """
         fields = {name: torch.cat([parts[i] for i in (-1, *members)]) for name, parts in self._by_sample.items()}
         return self._slice(batch, fields, group, device)

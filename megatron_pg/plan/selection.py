@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch import PackedBatch
+from megatron_pg.batch import PackedBatch, samples_of
 from megatron_pg.declarations.corrections import CORRECTIONS, SelectionDeclaration
 from megatron_pg.objectives.corrections.selections import (
     MOST_PARTS,
@@ -27,11 +27,10 @@ from megatron_pg.objectives.corrections.selections import (
     identity_of,
     origin_of,
 )
-from megatron_pg.plan.exchange import gathered
-from megatron_pg.plan.microbatches import CountedStep
+from megatron_pg.plan.collectives import gathered, gathered_parts
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.table import SelectionFacts, is_brought, local_table_of, places_of
-from megatron_pg.plan.weights import TokenFactors
+from megatron_pg.plan.weights import CountedStep, TokenFactors
 from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.sample import Sample
 
@@ -54,14 +53,9 @@ def select_tokens(
     group: ProcessGroup | None,
     error: Exception | None = None,
 ) -> CountedStep:
-    """Add the tokens that the correction selects; every rank of `group` must call, with the same settings.
+    """Add the tokens that the correction selects to what `count_step` has counted.
 
-    Args:
-        batches: this rank's micro-batches of the step.
-        counted: from `count_step`; empty where this rank has failed with `error`.
-        settings: the loss settings.
-        group: the ranks that contribute their own samples; None: this process alone.
-        error: this rank's, which the metadata exchange raises on every rank.
+    Every rank of `group` must call, also one that has failed with `error`, which the metadata exchange then raises.
     """
     declared = CORRECTIONS[settings.correction.name].selection
     if declared is None:
@@ -90,8 +84,8 @@ def select_tokens(
 
 def _held(batches: Sequence[PackedBatch], group: ProcessGroup | None) -> Iterator[tuple[int, Sample]]:
     """The objective's samples here, by place."""
-    samples = [sample for batch in batches for sample in batch.samples]
-    return ((p, s) for p, s in zip(places_of(batches, group), samples, strict=True) if s.term == POLICY)
+    placed = zip(places_of(batches, group), samples_of(batches), strict=True)
+    return ((place, sample) for place, sample in placed if sample.term == POLICY)
 
 
 def _head(samples: Sequence[Sample], declared: SelectionDeclaration, error: Exception | None) -> Tensor:
@@ -116,15 +110,15 @@ def _gathered_tokens(
     lines: Sequence[_Line], keys: Sequence[Tensor], heads: Tensor, group: ProcessGroup | None
 ) -> tuple[Tensor, list[_Line]]:
     """[T] keys and the lines of all samples of the step, in the order of identities."""
-    width, sizes = len(_Line._fields), heads[:, [_SAMPLES, _TOKENS]].long()
-    row = torch.zeros(int((sizes * torch.tensor([width, 1])).sum(dim=1).amax()), dtype=torch.int64)
+    width = len(_Line._fields)
+    sizes = heads[:, [_SAMPLES, _TOKENS]].long() * torch.tensor([width, 1])
     of_lines = torch.tensor(lines, dtype=torch.int64).flatten()
     of_keys = torch.cat([torch.zeros(0, dtype=torch.float64), *keys]).view(torch.int64)
-    row[: len(of_lines) + len(of_keys)] = torch.cat([of_lines, of_keys])
+    parts = gathered_parts(torch.cat([of_lines, of_keys]), sizes.sum(dim=1).tolist(), group)
     keyed: list[tuple[_Line, Tensor]] = []
-    for values, (num_samples, num_tokens) in zip(gathered(row, group), sizes.tolist(), strict=True):
-        of_rank = [_Line(*line) for line in values[: num_samples * width].view(-1, width).tolist()]
-        bits = values[num_samples * width :][:num_tokens]
+    for values, split in zip(parts, sizes.tolist(), strict=True):
+        of_lines, bits = values.split(split)
+        of_rank = [_Line(*line) for line in of_lines.view(-1, width).tolist()]
         keyed += zip(of_rank, bits.view(torch.float64).split([line.length for line in of_rank]), strict=True)
     keyed.sort(key=lambda each: each[0])
     return torch.cat([torch.zeros(0, dtype=torch.float64), *(k for _, k in keyed)]), [line for line, _ in keyed]

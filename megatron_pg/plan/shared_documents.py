@@ -12,21 +12,12 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import PackedBatch
-from megatron_pg.plan.collectives import all_gather_rows
+from megatron_pg.plan.collectives import gathered
 from megatron_pg.plan.documents import Accumulator, Counts, Draft, Group, Position, StepRule
 from megatron_pg.rollouts.sample import Sample
 
 # This rank's K micro-batches of a step; raises ValueError if K is too small.
 Cut = Callable[[Sequence[Sample], int], list[PackedBatch]]
-
-
-class _OneGroup:
-    """A packing with which a round takes one group of any size."""
-
-    capacity = 0
-
-    def size_of(self, document: Sample) -> int:
-        return 1
 
 
 class SharedDocumentAccumulator(Accumulator):
@@ -40,7 +31,7 @@ class SharedDocumentAccumulator(Accumulator):
     """
 
     def __init__(self, *, rule: StepRule, cut: Cut, room: int, position: Position):
-        super().__init__(rule, _OneGroup(), position)
+        super().__init__(rule, position, capacity=0, size_of=lambda _: 1)  # a round takes one group of any size
         self._cut, self._room = cut, room
 
     def _fill(
@@ -64,9 +55,9 @@ class SharedDocumentAccumulator(Accumulator):
             ValueError: the next group does not fit into a step of exactly N documents.
         """
         wanted, is_exact = self._rule.num_documents, self._rule.policy == "exact"
-        while (count := draft.counts(has_failed=False).documents) < wanted:
+        while (count := draft.counts().documents) < wanted:
             draft.take(wanted - count if is_exact else math.inf)
-            after = draft.counts(has_failed=False)
+            after = draft.counts()
             if after.documents == count and after.has_ended:
                 return
             if after.documents == count:
@@ -90,7 +81,7 @@ class SharedDocumentAccumulator(Accumulator):
     def _compare(self, mine: list[int], error: Exception | None, group: ProcessGroup | None) -> Exception | None:
         """This rank's error, or one on every rank if their documents differ."""
         row = torch.tensor([*mine, error is not None], dtype=torch.int64)
-        rows = (row[None] if group is None else all_gather_rows(row, group, error=error)).tolist()
+        rows = gathered(row, group, error).tolist()
         if failed := [rank for rank, values in enumerate(rows) if values[-1]]:
             return error or ValueError(f"rank {failed[0]} could not take its documents, see its own message")
         if strays := [rank for rank, values in enumerate(rows) if values != rows[0]]:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch import ContextRanks, PackedBatch
+from megatron_pg.batch import ContextRanks, PackedBatch, samples_of
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
 from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, LossTerm
+from megatron_pg.plan.collectives import rank_of
 from megatron_pg.plan.facts import COLUMNS, ONE_PER_ROLLOUT, encode_facts, limbs_of, whole_of
 from megatron_pg.rollouts.fields import POLICY, Id, is_number, plain
 from megatron_pg.rollouts.printable import shorten
@@ -143,6 +144,11 @@ class PlanRule:
             return True
         return any(map(needs_prompt_ids, [self.aggregation, *further, *[self.depth_aggregation] * (self.depths > 0)]))
 
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The kinds of groups that a denominator counts, which a step must not split."""
+        return ("rollout_id", "prompt_id") if self.needs_prompt_ids else ("rollout_id",)
+
 
 @dataclass(frozen=True, slots=True)
 class SelectionFacts:
@@ -165,6 +171,12 @@ class Share(NamedTuple):
     first: int  # of the ranks: it counts the samples
     size: int
     digest: int  # of the whole micro-batch and its place in the step
+
+    @classmethod
+    def of(cls, k: int, batch: PackedBatch, ranks: ContextRanks) -> "Share":
+        """Of the step's micro-batch k."""
+        digest = hashlib.blake2b(k.to_bytes(8, "big") + batch.digest, digest_size=6).digest()
+        return cls(ranks.first, ranks.size, int.from_bytes(digest, "big"))
 
     def balance(self, rank: int) -> int:
         """A number whose sum over the ranks is 0 if all hold the same."""
@@ -218,7 +230,7 @@ def table_of_counts(
         if missing:
             reader = "--pg-denominator varied" if rule.denominator == "varied" else "prompt_mean"
             raise ValueError(f"{reader} needs a prompt_id for every sample; sample {missing[0]} has none")
-    own = torch.arange(size) + (_rank_of(group) << 32) if own is None else own  # without ids each sample is a rollout
+    own = torch.arange(size) + (rank_of(group) << 32) if own is None else own  # without ids each sample is a rollout
     rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
     prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)
     further = torch.zeros(size, COLUMNS, dtype=torch.int64) if further is None else further
@@ -251,7 +263,7 @@ def local_table_of(
 
     The first rank of a micro-batch that is cut over its own ranks counts it.
     """
-    samples = [sample for batch in batches for sample in batch.samples]
+    samples = samples_of(batches)
     prompt_ids: Sequence[Id | None] | None = _all_or_none("prompt_id", samples)
     if rule.needs_prompt_ids and prompt_ids is None:
         prompt_ids = [sample.prompt_id for sample in samples]  # names the sample that has none
@@ -262,11 +274,12 @@ def local_table_of(
     counted = torch.cat([torch.zeros(0, len(rule.counted), dtype=torch.int64), *parts])
     counts, kept_counts, rest = counted[:, 0], counted[:, 1], counted[:, 2:]
     of_others, of_depths = rest[:, : len(rule.others)], rest[:, len(rule.others) :]
-    of_all = [_tokens_of(batches, rule.tokens)[:, None]] if rule.others else []
+    any_term = torch.tensor([n for batch in batches for n in batch.tokens_of(*rule.tokens)], dtype=torch.int64)
+    of_all = [any_term[:, None]] if rule.others else []
     further = torch.cat([encode_facts(samples) * (counts >= 0)[:, None], of_others, *of_all, of_depths], dim=1)
     keys = torch.tensor(places, dtype=torch.int64)
     table = table_of_counts(rule, group, counts, rollout_ids, prompt_ids, kept_counts, further, keys)
-    rank = _rank_of(group)
+    rank = rank_of(group)
     brought = [batch for batch in batches if batch.cp_ranks is None or batch.cp_ranks.first == rank]
     mine = [i for i, place in enumerate(places) if is_brought(place, group)]
     return replace(
@@ -282,7 +295,7 @@ def local_table_of(
         content=content_of([samples[i] for i in mine]),
         environments=tuple(sorted({name for i in mine if counts[i] >= 0 and (name := samples[i].environment)})),
         shares=tuple(
-            _share_of(k, batch, batch.cp_ranks) for k, batch in enumerate(batches) if batch.cp_ranks is not None
+            Share.of(k, batch, batch.cp_ranks) for k, batch in enumerate(batches) if batch.cp_ranks is not None
         ),
     )
 
@@ -342,22 +355,14 @@ def content_of(samples: Sequence[Sample]) -> int:
 
 def places_of(batches: Sequence[PackedBatch], group: ProcessGroup | None) -> list[int]:
     """A number for each sample here, unique in the step and the same on every rank that holds the sample."""
-    rank = _rank_of(group)
+    rank = rank_of(group)
     firsts = [rank if batch.cp_ranks is None else batch.cp_ranks.first for batch in batches]
     return [(f << 44) + (k << 22) + i for k, f in enumerate(firsts) for i in range(len(batches[k].samples))]
 
 
 def is_brought(place: int, group: ProcessGroup | None) -> bool:
     """Whether this rank counts the sample, not another rank that holds it."""
-    return place >> 44 == _rank_of(group)
-
-
-def _rank_of(group: ProcessGroup | None) -> int:
-    return torch.distributed.get_rank(group) if group is not None else 0
-
-
-def _tokens_of(batches: Sequence[PackedBatch], terms: Sequence[str]) -> Tensor:
-    return torch.tensor([n for batch in batches for n in batch.tokens_of(*terms)], dtype=torch.int64)
+    return place >> 44 == rank_of(group)
 
 
 def _counted_columns(batch: PackedBatch, rule: PlanRule, kept: Tensor | None) -> Tensor:
@@ -377,11 +382,6 @@ def _counted_columns(batch: PackedBatch, rule: PlanRule, kept: Tensor | None) ->
             parts = (batch.sums(mask, "turn") > 0).split([len(s.sequence_lengths("turn")) for s in batch.samples])
             columns.append(torch.tensor([int(part.sum()) for part in parts], dtype=torch.int64)[:, None])
     return torch.cat(columns, dim=1)
-
-
-def _share_of(k: int, batch: PackedBatch, ranks: ContextRanks) -> Share:
-    digest = hashlib.blake2b(k.to_bytes(8, "big") + batch.digest, digest_size=6).digest()
-    return Share(ranks.first, ranks.size, int.from_bytes(digest, "big"))
 
 
 def _all_or_none(name: str, samples: Sequence) -> list[Id] | None:
@@ -443,14 +443,13 @@ def whole_counts(tokens_per_sample: Sequence[int] | Tensor) -> Tensor:
             f"tokens_per_sample has dtype {counts.dtype} and shape {tuple(counts.shape)}, not [S] integers: counts are "
             "exact. Give whole numbers of trained tokens."
         )
-    if (counts < 0).any():
-        i = int((counts < 0).nonzero()[0])
-        raise ValueError(f"tokens_per_sample[{i}]={int(counts[i])} is negative. Count from 0.")
-    if (counts > _MOST_TOKENS).any():
-        i = int((counts > _MOST_TOKENS).nonzero()[0])
-        raise ValueError(
-            f"tokens_per_sample[{i}]={int(counts[i])} is more than {_MOST_TOKENS}. Give the number of trained tokens."
-        )
+    for is_bad, text in (
+        (counts < 0, "is negative. Count from 0."),
+        (counts > _MOST_TOKENS, f"is more than {_MOST_TOKENS}. Give the number of trained tokens."),
+    ):
+        if is_bad.any():
+            i = int(is_bad.nonzero()[0])
+            raise ValueError(f"tokens_per_sample[{i}]={int(counts[i])} {text}")
     return counts.to(torch.int64).cpu()
 
 

@@ -7,12 +7,13 @@ a rollout on several ranks look similar, but they begin alike or share the rollo
 
 import hashlib
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.plan.collectives import all_gather_rows
+from megatron_pg.plan.collectives import gathered_parts
 from megatron_pg.plan.errors import StepPlanError
 from megatron_pg.plan.exchange import Units
 from megatron_pg.rollouts.sample import Sample
@@ -38,12 +39,8 @@ def rollouts_message(
 ) -> str | None:
     """A warning about rollout ids that every rank has, equal on every rank; every rank must call.
 
-    Args:
-        rollouts: the step's.
-        keys: [S] int64 of the rollouts of this rank's samples.
-        sizes: samples of every rank.
-        samples: this rank's; None: only the ids are known.
-        group: the ranks.
+    `keys` [S] int64 are the rollouts of this rank's samples, `sizes` the numbers of samples of all ranks. Without
+    `samples` only the ids are known.
 
     Raises:
         StepPlanError: they are the ids of different rollouts.
@@ -84,31 +81,26 @@ def _evidence(keys: Tensor, sizes: Sequence[int], samples: Sequence[Sample], gro
 
     A sample without a trained token of the objective has no advantage.
     """
-    _, units = torch.unique(_gather(keys, sizes, group), return_inverse=True)
+
+    def everyones(values: Tensor) -> Tensor:
+        return torch.cat(gathered_parts(values, sizes, group))
+
+    _, units = torch.unique(everyones(keys), return_inverse=True)
     start = sum(sizes[: torch.distributed.get_rank(group)])
     of_samples = units[start : start + len(samples)]
 
     prompts = torch.tensor([len(sample.tokens) - sample.response_length for sample in samples], dtype=torch.int64)
-    shortest = _least(_gather(prompts, sizes, group), units)
+    shortest = _least(everyones(prompts), units)
     begins = [_digest(s.tokens[:n]) for s, n in zip(samples, shortest[of_samples].tolist(), strict=True)]
     of_policy = [sample.num_trained if sample.advantages is not None else 0 for sample in samples]
-    advantages = [_first_advantage(s) if n else 0 for s, n in zip(samples, of_policy, strict=True)]
-    alike = _is_one(_gather(torch.tensor(begins, dtype=torch.int64), sizes, group), units)
-    firsts = _gather(torch.tensor(advantages, dtype=torch.int64), sizes, group)
-    known = _gather(torch.tensor(of_policy, dtype=torch.int64), sizes, group) > 0
+    trained = [cast(Tensor, s.advantages)[s.loss_mask] if n else None for s, n in zip(samples, of_policy, strict=True)]
+    advantages = [0 if values is None else _digest(values[:1]) for values in trained]
+    alike = _is_one(everyones(torch.tensor(begins, dtype=torch.int64)), units)
+    firsts = everyones(torch.tensor(advantages, dtype=torch.int64))
+    known = everyones(torch.tensor(of_policy, dtype=torch.int64)) > 0
     _, units = torch.unique(units[known], return_inverse=True)
     shares = _is_one(firsts[known], units).all() and len(torch.unique(firsts[known])) > 1
     return bool(alike.double().mean() >= 0.5), bool(shares)
-
-
-def _first_advantage(sample: Sample) -> int:
-    return 0 if sample.advantages is None else _digest(sample.advantages[sample.loss_mask][:1])
-
-
-def _gather(values: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """The ranks' values, one rank after the other."""
-    rows = all_gather_rows(torch.nn.functional.pad(values, (0, max(sizes) - len(values))), group)
-    return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
 
 
 def _least(values: Tensor, units: Tensor) -> Tensor:

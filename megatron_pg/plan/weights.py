@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import PackedBatch
 from megatron_pg.declarations.aggregations import is_by_turn
@@ -16,6 +18,7 @@ from megatron_pg.objectives.corrections.selections import check_size
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.plan.sampling_masks import check_sampling_masks
 from megatron_pg.plan.settings import LossSettings
+from megatron_pg.plan.table import LocalTable, local_table_of
 from megatron_pg.reducers.custom import reducer_weights
 from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.payloads import PAYLOADS
@@ -30,6 +33,23 @@ class TokenFactors:
     corrections: Tensor | None  # float64, factor on the policy term; None: no correction, or the model decides it
     kept: Tensor | None  # bool, trained and not rejected; None: every trained token is
     penalised: Tensor  # bool, trained and with the correction's further loss
+
+
+class CountedStep(NamedTuple):
+    """This rank's part of the metadata exchange, and what is known of its tokens before the exchange."""
+
+    table: LocalTable | None  # None: this rank has failed
+    factors: list[TokenFactors]  # of each micro-batch
+
+
+def count_step(batches: Sequence[PackedBatch], settings: LossSettings, group: ProcessGroup | None) -> CountedStep:
+    """Count this rank's micro-batches. It checks their fields and runs the user's reducer.
+
+    Raises:
+        ValueError: a sample lacks what the loss needs, or the user's reducer fails.
+    """
+    factors = [token_factors(batch, settings) for batch in batches]
+    return CountedStep(local_table_of(batches, settings.plan_rule, group, [own.kept for own in factors]), factors)
 
 
 def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
@@ -170,14 +190,7 @@ def token_weights(
 ) -> dict[str, Tensor]:
     """What the step adds to a micro-batch's fields, [sum of R] each, by name in `TokenFields.per_token`.
 
-    Weights are 0 at masked tokens.
-
-    Args:
-        batch: the micro-batch.
-        plan: the step's plan.
-        first_sample: index of the micro-batch's first sample among this process's samples of the step.
-        factors: `token_factors` of the micro-batch.
-        settings: the loss settings.
+    Weights are 0 at masked tokens. `first_sample` is the index of the micro-batch's first sample among this process's.
     """
     policy = batch.mask_of(*settings.objective_tokens)
     shares = partial(_shares, batch, first_sample, settings)

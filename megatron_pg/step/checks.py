@@ -10,7 +10,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.utils import get_attr_wrapped_model
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch import PackedBatch
+from megatron_pg.batch import PackedBatch, samples_of
 from megatron_pg.batch.zigzag import zigzag_index
 from megatron_pg.flags.megatron import FUSES_UNDER_FSDP, core_version
 from megatron_pg.plan.collectives import all_gather_rows, broadcast_text
@@ -181,10 +181,12 @@ def check_teachers(batches: Sequence[PackedBatch], model: Any, settings: LossSet
     _check_widths(batches, settings)
     terms = [term.tokens for term in settings.terms.further if term.reads_topk]
     vocabulary = settings.vocab_size or get_attr_wrapped_model(model, "vocab_size")
-    for sample in (sample for batch in batches for sample in batch.samples):
+    for sample in samples_of(batches):
+        if sample.teacher_topk is None:
+            continue
+        ids = sample.teacher_topk.ids
         for mask in (mask for name in terms if (mask := sample.mask_of(name)) is not None):
-            ids = None if sample.teacher_topk is None else sample.teacher_topk.ids
-            if ids is not None and (bad := mask & (ids >= vocabulary).any(dim=1)).any():
+            if (bad := mask & (ids >= vocabulary).any(dim=1)).any():
                 raise ScheduleError(
                     f"teacher_topk of sample {sample.sample_id} contains token id {int(ids[bad].max())} at response "
                     f"token {int(bad.nonzero()[0])}, and the vocabulary has {vocabulary} ids. Check the teacher for "
@@ -196,7 +198,7 @@ def _check_widths(batches: Sequence[PackedBatch], settings: LossSettings) -> Non
     head, readers = settings.teacher_head, [s.tokens for s in settings.terms.further if s.reads_hidden]
     if head is None:
         return
-    for sample in (sample for batch in batches for sample in batch.samples):
+    for sample in samples_of(batches):
         states, is_read = sample.teacher_hidden, any(sample.mask_of(name) is not None for name in readers)
         if is_read and states is not None and states.shape[1] != head.width:
             raise ScheduleError(
@@ -209,7 +211,7 @@ def _check_widths(batches: Sequence[PackedBatch], settings: LossSettings) -> Non
 def check_vocabulary_of_sampling_masks(batches: Sequence[PackedBatch], model: Any, settings: LossSettings) -> None:
     """Refuse ids of a sampling mask that the model has no logit for, where a term reads the token's sampling mask."""
     vocabulary = settings.vocab_size or get_attr_wrapped_model(model, "vocab_size")
-    for sample, sampling_mask, mask in members((s for batch in batches for s in batch.samples), settings):
+    for sample, sampling_mask, mask in members(samples_of(batches), settings):
         if (bad := mask & sampling_mask.any_of(sampling_mask.ids >= vocabulary)).any():
             k = int(bad.nonzero()[0])
             raise ScheduleError(

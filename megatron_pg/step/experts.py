@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from megatron_pg.batch import PackedBatch
+from megatron_pg.batch import PackedBatch, samples_of
 from megatron_pg.flags.megatron import SCALES_ROUTER_LOSSES, core_version
 from megatron_pg.plan.errors import ScheduleError
 
@@ -67,10 +67,8 @@ def check_rows(batches: Sequence[PackedBatch], config: Any) -> None:
 def router_losses_to_scale(chunks: Iterable[nn.Module], *, rows: int, ranks: int) -> Iterator[None]:
     """Set the coefficients of the router's losses for this release while the step runs.
 
-    Args:
-        chunks: the model's, wrapped or not; a config that several modules share is changed once.
-        rows: B of the step's micro-batches.
-        ranks: TP · C, of which one has a given position.
+    `rows` is B of the step's micro-batches, and `ranks` is TP · C, of which one has a given position. A config that
+    several modules of the chunks share is changed once.
     """
     found = (getattr(module, "config", None) for chunk in chunks for module in chunk.modules())
     configs = {id(config): config for config in found if config is not None and needs_router_scale(config)}
@@ -89,19 +87,13 @@ def router_losses_to_scale(chunks: Iterable[nn.Module], *, rows: int, ranks: int
 def scaled(kinds: Any, aux: Any, z: float | None, *, rows: int, ranks: int) -> dict[str, Any]:
     """The coefficients that restore the factors which the router leaves out, by their names in the config.
 
-    Args:
-        kinds: name of the balancing loss, or names.
-        aux: its coefficient, or one for each name.
-        z: coefficient of the z-loss.
-        rows: as in `router_losses_to_scale`.
-        ranks: as in `router_losses_to_scale`.
+    `kinds` is the name of the balancing loss and `aux` its coefficient, or lists of them; `z` is that of the z-loss.
     """
 
     def one(kind: str, coefficient: float) -> float:
         return coefficient * ranks * (rows if kind == "seq_aux_loss" else 1)
 
-    several = isinstance(kinds, list)
-    scaled_aux = [one(kind, value) for kind, value in zip(kinds, aux, strict=True)] if several else one(kinds, aux)
+    scaled_aux = list(map(one, kinds, aux)) if isinstance(kinds, list) else one(kinds, aux)
     return dict(zip(_COEFFICIENTS, (scaled_aux, None if z is None else z * ranks), strict=True))
 
 
@@ -111,7 +103,7 @@ def check_experts(batches: Sequence[PackedBatch], config: Any, replay: RoutingRe
     Raises:
         ScheduleError: a sample without experts, with experts that the model does not have, or experts without a replay.
     """
-    samples = [sample for batch in batches for sample in batch.samples]
+    samples = samples_of(batches)
     if replay is None:
         if given := [sample for sample in samples if sample.routed_experts is not None]:
             raise ScheduleError(

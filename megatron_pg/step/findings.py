@@ -18,6 +18,14 @@ from megatron_pg.step.loss import Diagnostics
 # of this rank's micro-batches, in the order of their forwards; an open step has its own keys, with `locate`
 DiagnosticsOfStep = Mapping[Any, Diagnostics]
 _CHECKS = 7  # values before the metrics in what is gathered
+_UNFIT_HEADS = {  # by column of the checks
+    3: "--pg-fused-head takes the hidden states of the output layer, and the model changes the layer's output before "
+    "the loss {ranks}: an unknown softcap, a scale or a forward hook, which the fused head leaves out. Remove "
+    "--pg-fused-head; --fp32-lm-head supports it.",
+    4: "--fp32-lm-head and --pg-fused-head replace the product of the output layer, and the model made its logits "
+    "without that product {ranks}, for example in a layer whose forward does not call _forward_impl. Remove the flag, "
+    "or build the model with Megatron's ColumnParallelLinear.",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +73,9 @@ def gather_found(
 ) -> StepFindings:
     """Every rank's partial results of the metrics: one all-gather, one host read.
 
-    Every rank of the default group must call, before the optimizer moves.
-
-    Args:
-        diagnostics: this rank's diagnostics; empty on pipeline stages without the loss.
-        metrics: the metrics.
-        reports: whether this rank's sums count; the sums of a rank that holds copies do not.
-        data_rank: this rank's number among those that contribute their own samples.
-        returned: sum of the counts that this rank returned to Megatron.
+    Every rank of the default group must call, before the optimizer moves, also pipeline stages without a loss. The sums
+    of a rank that holds copies do not count: it does not report. `data_rank` is this rank's number among those that
+    contribute their own samples, `returned` the sum of the counts that it returned to Megatron.
 
     Raises:
         NonFiniteLossError: on every rank, for a loss of any of them.
@@ -84,8 +87,7 @@ def gather_found(
         torch.cat([_checks(diagnostics, device), counts, _partial(diagnostics, metrics, reports, device)])
     )
     checks = rows[:, :_CHECKS].tolist()
-    _raise_changed(checks)
-    _raise_bypassed(checks)
+    _raise_unfit_head(checks)
     _raise_nonfinite(checks, diagnostics)
     return StepFindings(
         rows=rows[:, _CHECKS:], data_ranks=rows[:, _CHECKS - 1].long(), returned=round(sum(row[5] for row in checks))
@@ -127,22 +129,10 @@ def _partial(diagnostics: DiagnosticsOfStep, metrics: Reduction, reports: bool, 
     return metrics.combine(torch.stack([one.partial for one in diagnostics.values()]))
 
 
-def _raise_changed(checks: list[list[float]]) -> None:
-    if bad := [rank for rank, row in enumerate(checks) if row[3] > 0]:
-        raise ScheduleError(
-            "--pg-fused-head takes the hidden states of the output layer, and the model changes the layer's output "
-            f"before the loss (rank {bad[0]}, {len(bad)} ranks): an unknown softcap, a scale or a forward hook, which "
-            "the fused head leaves out. Remove --pg-fused-head; --fp32-lm-head supports it."
-        )
-
-
-def _raise_bypassed(checks: list[list[float]]) -> None:
-    if bad := [rank for rank, row in enumerate(checks) if row[4] > 0]:
-        raise ScheduleError(
-            "--fp32-lm-head and --pg-fused-head replace the product of the output layer, and the model made its logits "
-            f"without that product (rank {bad[0]}, {len(bad)} ranks), for example in a layer whose forward does not "
-            "call _forward_impl. Remove the flag, or build the model with Megatron's ColumnParallelLinear."
-        )
+def _raise_unfit_head(checks: list[list[float]]) -> None:
+    for column, text in _UNFIT_HEADS.items():
+        if bad := [rank for rank, row in enumerate(checks) if row[column] > 0]:
+            raise ScheduleError(text.format(ranks=f"(rank {bad[0]}, {len(bad)} ranks)"))
 
 
 def _raise_nonfinite(checks: list[list[float]], diagnostics: DiagnosticsOfStep) -> None:

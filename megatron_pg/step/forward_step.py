@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -25,26 +25,13 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, PackedBatch, local_experts
 from megatron_pg.declarations.choices import ROLES
-from megatron_pg.plan.documents import DocumentAccumulator, EndOfDocuments, StepDocuments, schedulable_count
+from megatron_pg.plan.documents import DocumentAccumulator, EndOfDocuments, StepDocuments
 from megatron_pg.plan.errors import ScheduleError, StepPlanError
 from megatron_pg.plan.plan import StepPlan, check_count
 from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.shared_documents import SharedDocumentAccumulator
-from megatron_pg.step.checks import (
-    always_averages,
-    check_agreement,
-    check_batches,
-    check_cuts,
-    check_dynamic_cp,
-    check_model,
-    check_open,
-    check_packing,
-    check_teachers,
-    check_vocabulary_of_sampling_masks,
-    source_of,
-    take_microbatches,
-)
+from megatron_pg.step import checks
 from megatron_pg.step.context_groups import ContextGroups
 from megatron_pg.step.experts import (
     RoutingReplay,
@@ -59,20 +46,6 @@ from megatron_pg.step.lost_peers import lost_peer_named
 from megatron_pg.step.model_loss import ModelLoss
 from megatron_pg.step.open_step import OpenStep, StepParts
 from megatron_pg.step.schedule import ScheduleCall
-
-
-class _Fetched(NamedTuple):
-    """This rank's micro-batches of a step, or its error."""
-
-    batches: Sequence[PackedBatch]
-    documents: StepDocuments | None  # that the micro-batches were packed from
-    error: Exception | None
-
-    def batches_or_error(self) -> Sequence[PackedBatch]:
-        """The micro-batches; raises the error."""
-        if self.error is not None:
-            raise self.error
-        return self.batches
 
 
 class PolicyGradientStep:
@@ -223,8 +196,8 @@ class PolicyGradientStep:
         iterators = [None] * len(model) if isinstance(model, list) and len(model) > 1 else None
         given = {"forward_step_func": self.forward_step, "data_iterator": iterators, "num_microbatches": 0}
         call = ScheduleCall.of({**arguments, **given, "model": model})
-        check_model(call.chunks, self.settings, forward_only=False, is_attached=self._loss.is_attached)
-        check_open(call.chunks, takes_documents=self.documents is not None, dynamic_cp=self._dynamic_cp)
+        checks.check_model(call.chunks, self.settings, forward_only=False, is_attached=self._loss.is_attached)
+        checks.check_open(call.chunks, takes_documents=self.documents is not None, dynamic_cp=self._dynamic_cp)
         self._loss.check_layer(next(call.chunks[0].parameters()).device)
         self.steps += 1
         parts = StepParts(
@@ -255,8 +228,8 @@ class PolicyGradientStep:
         plan, local, documents = self._plan(call)
         findings: list[StepFindings] = []
         with (
-            self._checked_before_finalize(call.config, findings),
-            _router_losses_to_scale(call.chunks, local),
+            before_finalize(call.config, lambda: findings.append(self._gather_and_check())),
+            _router_losses_to_scale(call.chunks, local) if needs_router_scale(call.config) else nullcontext(),
             self._groups.in_layers(call.chunks) if self._groups else nullcontext(),
         ):
             losses = self._forwards(forward_backward_func, call, local, self._scaling_of(plan, call.chunks[0]))
@@ -278,32 +251,33 @@ class PolicyGradientStep:
                 ending.callback(self._replay.end)
             return forward_backward_func(**call.over(local))
 
-    def _checked_before_finalize(self, config: Any, findings: list[StepFindings]) -> AbstractContextManager[None]:
-        return before_finalize(config, lambda: findings.append(self._gather_and_check()))
-
     def _plan(self, call: ScheduleCall) -> tuple[StepPlan, list[LocalBatch], StepDocuments | None]:
         """The step's plan and this rank's planned micro-batches; an error on any rank is raised on every rank."""
         group = self._counting_group
         try:
-            fetched = self._fetch(call)
+            batches, documents, error = self._fetch(call)
         except EndOfDocuments:
-            check_agreement([], None, None, group)  # unless a peer goes on
+            checks.check_agreement([], None, None, group)  # unless a peer goes on
             raise
         # under dynamic_cp every rank takes whole groups, and any rank may count their samples
-        undivided = () if fetched.documents is None or self._groups else self._units
-        rule = replace(self.settings.plan_rule, undivided=undivided)
+        rule = self.settings.plan_rule
+        rule = replace(rule, undivided=() if documents is None or self._groups else rule.units)
+
+        def fetched() -> Sequence[PackedBatch]:
+            if error is not None:
+                raise error
+            return batches
+
         try:
-            planned = PlannedStep.of(
-                fetched.batches_or_error, self.settings, group=group, rule=rule, check=partial(self._check, call)
-            )
+            planned = PlannedStep.of(fetched, self.settings, group=group, rule=rule, check=partial(self._check, call))
         except StepPlanError as failure:
-            check_agreement([], None, failure, group)
+            checks.check_agreement([], None, failure, group)
             raise
-        check_agreement([batch.digest for batch in planned.batches], planned.plan, None, group)
+        checks.check_agreement([batch.digest for batch in planned.batches], planned.plan, None, group)
         if planned.plan.warning is not None and not self._has_warned and torch.distributed.get_rank() == 0:
             warnings.warn(planned.plan.warning, stacklevel=2)
             self._has_warned = True
-        return planned.plan, self._slices(call, planned), fetched.documents
+        return planned.plan, self._slices(call, planned), documents
 
     def _slices(self, call: ScheduleCall, planned: PlannedStep) -> list[LocalBatch]:
         device = next(call.chunks[0].parameters()).device
@@ -312,60 +286,47 @@ class PolicyGradientStep:
 
     def _check(self, call: ScheduleCall, batches: Sequence[PackedBatch]) -> None:
         model = call.chunks[0]
-        check_cuts(batches, self._groups)
-        check_batches(batches, call, self.settings.vocab_size)
-        check_teachers(batches, model, self.settings)
-        check_vocabulary_of_sampling_masks(batches, model, self.settings)
-        check_packing(batches, call.chunks)
+        checks.check_cuts(batches, self._groups)
+        checks.check_batches(batches, call, self.settings.vocab_size)
+        checks.check_teachers(batches, model, self.settings)
+        checks.check_vocabulary_of_sampling_masks(batches, model, self.settings)
+        checks.check_packing(batches, call.chunks)
         check_rows(batches, call.config)
         check_experts(batches, call.config, self._replay)
 
-    def _fetch(self, call: ScheduleCall) -> "_Fetched":
-        """This rank's micro-batches, after the checks of the model and the data iterator."""
+    def _fetch(self, call: ScheduleCall) -> tuple[Sequence[PackedBatch], StepDocuments | None, Exception | None]:
+        """This rank's micro-batches, the documents that they were packed from, and its error."""
         takes_documents = self.documents is not None and not call.forward_only
         batches: Sequence[PackedBatch] = []
         source: Iterator = iter(())
         error: Exception | None = None
         try:
-            check_model(call.chunks, self.settings, forward_only=call.forward_only, is_attached=self._loss.is_attached)
+            checks.check_model(
+                call.chunks, self.settings, forward_only=call.forward_only, is_attached=self._loss.is_attached
+            )
             self._loss.check_layer(next(call.chunks[0].parameters()).device)
             if self._groups:
                 takes_a_ranks_own = takes_documents and not isinstance(self.documents, SharedDocumentAccumulator)
-                check_dynamic_cp(call.chunks, self.settings, takes_documents=takes_a_ranks_own)
-            source = source_of(call.data_iterator)
+                checks.check_dynamic_cp(call.chunks, self.settings, takes_documents=takes_a_ranks_own)
+            source = checks.source_of(call.data_iterator)
             if not takes_documents:
-                batches = take_microbatches(source, call.num_microbatches)
+                batches = checks.take_microbatches(source, call.num_microbatches)
         except Exception as failure:  # the exchange raises it on every rank
             error = failure
         if self.documents is None or not takes_documents:
-            return _Fetched(batches, None, error)
-        return _Fetched(*self._take_documents(self.documents, source, call.chunks, error))
-
-    def _take_documents(
-        self,
-        documents: DocumentAccumulator | SharedDocumentAccumulator,
-        source: Iterator,
-        chunks: list[Any],
-        error: Exception | None,
-    ) -> tuple[list[PackedBatch], StepDocuments | None, Exception | None]:
-        """The step's documents, packed into as many micro-batches as Megatron's schedule can run."""
-        schedulable = partial(
-            schedulable_count,
-            num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
-            group_size=chunks[0].config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None,
+            return batches, None, error
+        return self.documents.take(
+            source,
+            group=self._counting_group,
+            error=error,
+            undivided=self.settings.plan_rule.units,
+            schedulable=call.schedulable(parallel_state.get_pipeline_model_parallel_world_size()),
         )
-        group = self._counting_group
-        return documents.take(source, group=group, error=error, undivided=self._units, schedulable=schedulable)
 
     @property
     def _counting_group(self) -> ProcessGroup:
         """The ranks that contribute their own samples."""
         return self._groups.plane if self._groups else parallel_state.get_data_parallel_group()
-
-    @property
-    def _units(self) -> tuple[str, ...]:
-        """The kinds of groups that a step of documents must not split, because a denominator counts them."""
-        return ("rollout_id", "prompt_id") if self.settings.plan_rule.needs_prompt_ids else ("rollout_id",)
 
     def _scaling_of(self, plan: StepPlan, model: Any) -> LossScaling:
         has_router = bool(getattr(model.config, "num_moe_experts", None))
@@ -377,7 +338,7 @@ class PolicyGradientStep:
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
             context_parallel_size=parallel_state.get_context_parallel_world_size(),
             num_positions=plan.num_positions if has_router else None,
-            averages=always_averages(model),
+            averages=checks.always_averages(model),
             name=ROLES[self.settings.terms.objective.role],
         )
 
@@ -398,10 +359,8 @@ class PolicyGradientStep:
 
 
 def _router_losses_to_scale(chunks: list[Any], local: Sequence[LocalBatch]) -> AbstractContextManager[None]:
-    if not needs_router_scale(chunks[0].config):
-        return nullcontext()
-    sizes = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size()
-    return router_losses_to_scale(chunks, rows=len(local[0].inputs.tokens), ranks=sizes[0] * sizes[1])
+    ranks = parallel_state.get_tensor_model_parallel_world_size() * parallel_state.get_context_parallel_world_size()
+    return router_losses_to_scale(chunks, rows=len(local[0].inputs.tokens), ranks=ranks)
 
 
 def _packed_seq_params(local: LocalBatch, cp_group: ProcessGroup | None = None) -> PackedSeqParams | None:

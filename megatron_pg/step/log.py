@@ -8,7 +8,7 @@ from megatron_pg.declarations.loss_terms import SHORTHANDS
 from megatron_pg.metrics import Reduction
 from megatron_pg.metrics.advice import Advice
 from megatron_pg.metrics.limits import red_flags
-from megatron_pg.metrics.reporting import console_line, nonfinite_entries, red_flag_line
+from megatron_pg.metrics.reporting import console_line, red_flag_line
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.step.findings import StepReport
 
@@ -35,7 +35,7 @@ def step_record(log: StepLog) -> dict[str, Any]:
         "skipped": log.skipped,
         "objective": log.objective,
     }
-    entries = nonfinite_entries(log.report.nonfinite)
+    entries = [{"metric": name, "ranks": ranks} for name, ranks in log.report.nonfinite.items()]
     return record | ({"nonfinite": entries} if entries else {})
 
 

@@ -6,7 +6,7 @@ It is computed from logits, by the fused head, or from log-probabilities.
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -47,15 +47,9 @@ def microbatch_loss(
 ) -> tuple[Tensor, Diagnostics]:
     """S (0-d, differentiable) and diagnostics from logits.
 
-    With sequence-level terms every context-parallel rank must call.
-
-    Args:
-        logits: [T, V / tp]. The Triton kernels write the gradient over them. Of a critic, its values [T, 1].
-        fields: of this rank's slice of the micro-batch.
-        settings: the loss settings.
-        tp_group: tensor-parallel group.
-        grad_scale: `LossScaling.grad_scale`, so that the gradient is made in its final scale.
-        totals: [] each, of the other losses in S, by metric.
+    With sequence-level terms every context-parallel rank must call. `logits` are [T, V / tp], and the Triton kernels
+    write the gradient over them; of a critic they are its values [T, 1]. `grad_scale` is `LossScaling.grad_scale`, so
+    that the gradient is made in its final scale. `totals` are [] each, of the other losses in S, by metric.
     """
     if settings.is_critic:
         return _with_diagnostics(PolicyLoss(settings.terms, fields)(logits[:, 0]), fields, settings, totals)
@@ -82,16 +76,10 @@ def microbatch_head_loss(
     totals: Totals = NONE,
     teacher_weight: Tensor | None = None,
 ) -> tuple[Tensor, Diagnostics]:
-    """S and diagnostics by the fused head, from a call of the output layer.
+    """S and diagnostics by the fused head, from a call of the output layer; as `microbatch_loss`.
 
-    Args:
-        call: hidden states and weight.
-        fields: of this rank's slice of the micro-batch.
-        rows: [n] int64, the trained rows of the fields (`LocalBatch.trained`).
-        settings: the loss settings.
-        grad_scale: `LossScaling.grad_scale`; the modes "forward" and "scaled_exp" make the weight gradient for it.
-        totals: as in `microbatch_loss`.
-        teacher_weight: as in `policy_gradient_head_loss`.
+    `rows` are [n] int64, the trained rows of the fields (`LocalBatch.trained`). The modes "forward" and "scaled_exp"
+    make the weight gradient for `grad_scale`. `teacher_weight` is that of `policy_gradient_head_loss`.
     """
     vocabulary = vocabulary_of(len(call.weight), settings, call.tp_group, call.softcap)
     computed = policy_gradient_head_loss(
@@ -112,13 +100,9 @@ def microbatch_head_loss(
 def microbatch_logprobs_loss(
     logprobs: Tensor, entropy: Tensor | None, fields: TokenFields, settings: LossSettings
 ) -> tuple[Tensor, Diagnostics]:
-    """S and diagnostics from log-probabilities.
+    """S and diagnostics from log-probabilities [T], in nats and at the settings' temperature, both differentiable.
 
-    Args:
-        logprobs: [T] nats, differentiable, at the settings' temperature.
-        entropy: [T] nats; differentiable where it is in the loss, None where nothing reads it.
-        fields: of this rank's slice of the micro-batch.
-        settings: the loss settings.
+    The entropy is [T] nats, differentiable where it is in the loss; None where nothing reads it.
     """
     return _with_diagnostics(PolicyLoss(settings.terms, fields)(logprobs, entropy), fields, settings, NONE)
 
@@ -151,8 +135,7 @@ def _with_diagnostics(
     with torch.no_grad():
         policy = computed.loss.detach()
         fields = replace(fields, old_logprobs=computed.logprobs) if fields.old_logprobs is None else fields
-        sizes: dict[str, Any] = {"vocab_size": vocab_size}
-        values = TokenValues(fields, computed, settings.terms, totals, **sizes)
+        values = TokenValues(fields, computed, settings.terms, totals, vocab_size)
         if settings.terms.further:
             policy = torch.where(fields.objective_mask, fields.weights * values.token_losses, 0).sum()
         kept = None

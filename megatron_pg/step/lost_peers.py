@@ -77,19 +77,14 @@ def _nccl_error() -> str | None:
 
 
 def _message(place: str, call: str, cause: str) -> str:
-    rank, size = _rank_and_size()
+    rank, size = os.environ.get("RANK", "?"), os.environ.get("WORLD_SIZE", "?")  # of the launcher
+    if torch.distributed.is_initialized():
+        rank, size = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
     return (
         f"rank {rank} of {size} lost another rank {place}, in {call}, and cannot continue. "
         "Another rank was killed, failed with its own error, or hangs: see the end of its log. Resume from the "
         f"last checkpoint; --distributed-timeout-minutes sets how long a rank waits for a silent one. ({cause})"
     )
-
-
-def _rank_and_size() -> tuple[object, object]:
-    """Of the default group; before it exists, of the launcher."""
-    if torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return os.environ.get("RANK", "?"), os.environ.get("WORLD_SIZE", "?")
 
 
 def _waiting_call(stack: StackSummary) -> str:

@@ -133,23 +133,15 @@ class ModelLoss:
         call = deferred.take(logits) if deferred else None
         policy = _rows(logits) if call is None else call
         depths += divergences(forward.waiting, policy, local, self._settings, self._tp_group)
-        scale, totals = self._scaling.grad_scale, totals_of(depths, self._mtp_factor)
+        totals = totals_of(depths, self._mtp_factor)
+        shared: dict[str, Any] = {"grad_scale": self._scaling.grad_scale, "totals": totals}
         if call is not None:
-            weight = self._teacher_weight
+            rows, weight = local.trained, self._teacher_weight
             total, diagnostics = microbatch_head_loss(
-                call,
-                local.fields,
-                local.trained,
-                self._settings,
-                grad_scale=scale,
-                totals=totals,
-                teacher_weight=weight,
+                call, local.fields, rows, self._settings, teacher_weight=weight, **shared
             )
         else:
-            rows, group = _rows(logits), self._tp_group
-            total, diagnostics = microbatch_loss(
-                rows, local.fields, self._settings, group, grad_scale=scale, totals=totals
-            )
+            total, diagnostics = microbatch_loss(_rows(logits), local.fields, self._settings, self._tp_group, **shared)
             diagnostics = diagnostics._replace(is_bypassed=not self._take_run())
         self.diagnostics[local] = diagnostics
         return total + self._mtp_factor * sum(depth.total for depth in depths) if depths else total

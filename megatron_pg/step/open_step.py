@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, PackedBatch
 from megatron_pg.plan.collectives import broadcast_values
-from megatron_pg.plan.documents import schedulable_count
 from megatron_pg.plan.errors import ScheduleError, StepPlanError, message_of
 from megatron_pg.plan.open_plan import OpenPlan
 from megatron_pg.plan.planned_step import PlannedStep
@@ -158,10 +157,8 @@ class OpenStep:
 
     def _check(self, batches: Sequence[PackedBatch]) -> None:
         self._parts.check(batches)
-        chunks = self._call.chunks
-        size = chunks[0].config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
-        if batches and (needed := schedulable_count(len(batches), num_stages=stages, group_size=size)) != len(batches):
+        schedulable = self._call.schedulable(parallel_state.get_pipeline_model_parallel_world_size())
+        if batches and (needed := schedulable(len(batches))) != len(batches):
             raise ScheduleError(
                 f"{len(batches)} micro-batches are too few for the virtual pipeline stages, which need {needed}. Add "
                 "more, or empty ones."

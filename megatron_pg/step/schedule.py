@@ -1,10 +1,12 @@
 """One call of Megatron's forward-backward function, as a record."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_pg.batch import LocalBatch
+from megatron_pg.plan.documents import schedulable_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,11 @@ class ScheduleCall:
     def config(self) -> Any:
         """The TransformerConfig of the model."""
         return self.chunks[0].config
+
+    def schedulable(self, num_stages: int) -> Callable[[int], int]:
+        """Returns the smallest number of micro-batches, at least the given one, that `num_stages` stages can run."""
+        size = self.config.microbatch_group_size_per_vp_stage if len(self.chunks) > 1 else None
+        return partial(schedulable_count, num_stages=num_stages, group_size=size)
 
     def over(self, microbatches: Sequence[LocalBatch]) -> dict[str, object]:
         """The keyword arguments with the planned micro-batches, over which every virtual stage runs."""

@@ -5,7 +5,7 @@ import random
 import pytest
 from samples import make_sample, random_step
 
-from megatron_pg import ContextRanks, cut_over_ranks, pack
+from megatron_pg import ContextRanks, cut_over_ranks
 from megatron_pg.batch.context_ranks import assign_rows, document_cost, run_sizes, slowest_rank
 
 
@@ -98,9 +98,3 @@ def test_a_cut_that_cannot_be_is_a_named_error(changed, message):
     known = {"num_microbatches": 2, "rank": 0, "num_ranks": 4, "max_tokens": 40, "attention_length": 8.0}
     with pytest.raises(ValueError, match=message):
         cut_over_ranks(samples, **known | changed)
-
-
-@pytest.mark.parametrize("given", [{"qkv_format": "bshd", "max_seq_len": 8}, {"qkv_format": "thd", "cp_size": 2}])
-def test_ranks_of_its_own_has_a_packed_row_only(given):
-    with pytest.raises(ValueError, match=r"only a packed row \(thd\) has its own ranks"):
-        pack([], cp_ranks=ContextRanks(0, 2), **given)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from samples import make_sample, random_step
 
-from megatron_pg.batch import pack, slice_batch
+from megatron_pg.batch import ContextRanks, pack, slice_batch
 
 
 def coded(rng, **rest):
@@ -51,14 +51,6 @@ def test_every_field_belongs_to_the_logits_that_predict_its_token(qkv_format, cp
         assert sorted(seen[i]) == sample.loss_mask.nonzero()[:, 0].tolist()
 
 
-def test_labels_are_shifted_inside_each_document_before_slicing():
-    rng = random.Random(0)
-    a, b = (make_sample(prompt_length=2, mask=[1, 1], rng=rng) for _ in range(2))
-    batch = pack([a, b], qkv_format="thd", cp_size=2)
-    assert batch.labels[0].tolist() == [*a.tokens[1:].tolist(), 0, *b.tokens[1:].tolist(), 0]
-    assert batch.position_ids[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-
-
 @pytest.mark.parametrize(("cp_size", "multiple_of"), [(1, 1), (1, 8), (2, 4), (2, 6), (4, 8), (2, 2)])
 def test_a_packed_row_has_chunks_of_equal_length_and_the_asked_multiple(cp_size, multiple_of):
     samples = random_step(random.Random(9))
@@ -91,6 +83,9 @@ def test_bshd_fills_up_with_empty_rows():
     assert batch.sample_index[1:].tolist() == [[-1] * 4] * 2
 
 
+OWN_RANKS = {"cp_ranks": ContextRanks(0, 2)}
+
+
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
@@ -101,6 +96,8 @@ def test_bshd_fills_up_with_empty_rows():
         ({"qkv_format": "bshd", "max_seq_len": 8, "rows": 0}, "rows=0 for 1 samples"),
         ({"qkv_format": "bshd", "max_seq_len": 8, "multiple_of": 4}, "multiple_of=4 has no effect on bshd"),
         ({"qkv_format": "thd", "rows": 2}, "rows=2 has no effect on thd"),
+        ({"qkv_format": "bshd", "max_seq_len": 8, **OWN_RANKS}, "only a packed row (thd) has its own ranks"),
+        ({"qkv_format": "thd", "cp_size": 2, **OWN_RANKS}, "only a packed row (thd) has its own ranks"),
         ({"qkv_format": "thd", "max_seq_len": 3}, "max_seq_len=3 for a packed row of 4 tokens"),
         ({"qkv_format": "thd", "max_seq_len": 10, "cp_size": 2}, "max_seq_len=10 for a packed row of 4"),
     ],

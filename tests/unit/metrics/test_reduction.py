@@ -14,23 +14,6 @@ from megatron_pg.metrics import Reduction
 from megatron_pg.step import findings
 
 
-@pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_extrema_of_one_sign_are_exact_on_every_layout(sign):
-    rng = random.Random(2)
-    samples = [
-        make_sample(prompt_length=2, mask=[1, 1, 0, 1], rng=rng, prompt_id=i // 2, sample_id=str(i)) for i in range(5)
-    ]
-    for sample in samples:
-        sample.advantages.copy_(sign * sample.advantages.abs())
-    logits = [torch.randn(len(s.tokens), 12, dtype=torch.float64) for s in samples]
-    trained = torch.cat([s.advantages[s.loss_mask] for s in samples])
-    loss = simulation.settings("sample_mean", per_token=False)
-    for layout in (Layout(), Layout(data=4, microbatches=3), Layout(data=2, context=4), Layout(data=3, tensor=2)):
-        found = simulation.run_step(samples, logits, layout, loss, rng).metrics
-        assert found["max_advantage"] == float(trained.max())
-        assert found["min_advantage"] == float(trained.min())
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_entropy_is_the_same_over_a_split_vocabulary_in_float32(size):
     rng = random.Random(size)

@@ -16,7 +16,7 @@ from megatron_pg import StepPlanError, plan_step
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.loss_terms import OBJECTIVE, LossTerm
 from megatron_pg.plan import collectives
-from megatron_pg.plan.exchange import KINDS, WholeStep, _owners, exchange
+from megatron_pg.plan.exchange import KINDS, MIXED, WholeStep, _owners, exchange
 from megatron_pg.plan.facts import SampleFacts, fact_sums, largest_facts, ordered_bits, unit_facts
 from megatron_pg.plan.table import PROMPT, ROLLOUT, WIDTH, LocalTable, PlanRule
 
@@ -64,7 +64,7 @@ def check_units(found: WholeStep, ranks: list[list[list[int]]], held: list[list[
             assert units.live[c] == sum(total > 0 for total in totals.values())
             assert units.tokens[:, c].tolist() == [totals.get(row[kind], 0) for row in held]
             assert found.tokens[c] == sum(totals.values())
-        if found.mixed is not None:  # a rollout of two prompts has two rows, and ends the step
+        if MIXED in found.strays:  # a rollout of two prompts has two rows, and ends the step
             continue
         sets = [{row[kind] for row in own} for own in ranks]
         assert units.distinct == len(set().union(*sets))
@@ -98,13 +98,10 @@ def rewards_of(ranks: list[list[list[int]]]) -> dict[int, float]:
 
 def check_strays(found: WholeStep, ranks: list[list[list[int]]], rule: PlanRule) -> None:
     places = [((rank << 32) + i, row) for rank, own in enumerate(ranks) for i, row in enumerate(own)]
-    assert found.mixed == first_apart(places, ROLLOUT, lambda place, row: row[PROMPT])
-    assert ("reward" in found.conflicting) == (len(rewards_of(ranks)) < len({*map(tuple, rewarded(ranks))}))
+    assert found.strays.get(MIXED) == first_apart(places, ROLLOUT, lambda place, row: row[PROMPT])
+    assert ("reward" in found.strays) == (len(rewards_of(ranks)) < len({*map(tuple, rewarded(ranks))}))
     for kind in rule.undivided:
-        expected = first_apart(places, KINDS[kind], lambda place, row: place >> 32)
-        assert found.divided.get(kind) == expected
-        if expected:
-            assert found.divided[kind].ranks == (expected[1] >> 32, expected[0] >> 32)
+        assert found.strays.get(kind) == first_apart(places, KINDS[kind], lambda place, row: place >> 32)
 
 
 @pytest.mark.proof("The step's exchange: counts, totals and strays equal those by hand")
@@ -129,7 +126,7 @@ def test_every_count_equals_counting_by_hand(full, evidence):
             assert found.num_trained == sum(max(row[rule.any_term], 0) for row in everyone)
             rewards = rewards_of(ranks).values()
             assert found.facts.num_rewards == (len(rewards) or None)
-            if rewards and not found.conflicting:
+            if rewards and "reward" not in found.strays:
                 assert found.facts.reward == float(sum(map(Fraction, rewards)) / len(rewards))
     evidence(cases=steps)
 

@@ -154,7 +154,7 @@ def rollouts_of_environments(rng: random.Random) -> list[Sample]:
     "micro-batches"
 )
 def test_every_environment_has_its_own_metrics_in_any_partition(full, evidence):
-    rng, cases = random.Random(4), 400 if full else 12
+    rng, cases = random.Random(4), 400 if full else 6
     for _ in range(cases):
         samples = rollouts_of_environments(rng)
         environments, expected = {one.environment for one in samples} - {None}, {}

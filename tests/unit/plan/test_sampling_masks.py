@@ -50,6 +50,21 @@ def with_terms(*loss_terms: LossTerm) -> LossSettings:
     return dataclasses.replace(SETTINGS, terms=terms, terms_of_samples=frozenset({"rl", "sft", "echo"}))
 
 
+REF = LossTerm(name="ref", kind="kl", aggregation="token_mean", estimator="k2")
+OF_TOOL = {"masks": {"ref": [0, 0, 1, 0]}, "ref_logprobs": [-0.5] * 4}
+
+
+def with_reference(*, on: str | None = None, has_objective: bool = True, **more) -> LossSettings:
+    settings = with_terms(dataclasses.replace(REF, on=on))
+    names = settings.terms_of_samples | {"ref"}
+    settings = dataclasses.replace(settings, terms_of_samples=names, **more)
+    return settings if has_objective else without_objective(settings)
+
+
+def without_objective(settings: LossSettings) -> LossSettings:
+    return dataclasses.replace(settings, terms=dataclasses.replace(settings.terms, has_objective=False))
+
+
 CERTAIN = [-0.5, -0.5, -0.5, 0.0]  # the last token is the only one of its set
 
 
@@ -61,13 +76,19 @@ CERTAIN = [-0.5, -0.5, -0.5, 0.0]  # the last token is the only one of its set
         ([[5], [], [1], [8, 2]], {}, "old_logprobs of sample s is -0.5 at response token 0, whose sampling mask has"),
         ([[5, 2], [], [1], [8]], {"rollout_logprobs": [*CERTAIN[:3], -0.002]}, "rollout_logprobs of sample s is -0.0"),
         ([[5, 2], [], [1], [8]], {"ref_logprobs": [*CERTAIN[:3], -0.1]}, "ref_logprobs of sample s is -0.1 at"),
+        # of the reference's own tokens, without the objective
+        ([[5], [], [1, 4], [8]], OF_TOOL, "does not hold token 7, its trained response token 2"),
+        ([[5], [], [7, 7], [8]], OF_TOOL, "names a token twice, which would count twice: at response token 2"),
+        ([[5], [], [7], [8]], OF_TOOL, "old_logprobs of sample s is -0.5 at response token 2"),
+        ([[5], [], [7], [8]], OF_TOOL | {"old_logprobs": [0.0] * 4}, "ref_logprobs of sample s is -0.5 at response"),
     ],
-    ids=range(5),
+    ids=range(9),
 )
 def test_what_could_not_have_been_sampled_is_refused_by_name(sets, changes, message):
-    old = {"old_logprobs": CERTAIN} if changes else {}
+    is_of_tool = "masks" in changes
+    old = {"old_logprobs": CERTAIN} if changes and not is_of_tool else {}
     with pytest.raises(ValueError, match=message):
-        planned([sample(sets, **old, **changes)])
+        planned([sample(sets, **old | changes)], with_reference(has_objective=False) if is_of_tool else SETTINGS)
 
 
 def test_a_head_that_knows_whole_rows_only_refuses_it():
@@ -82,12 +103,6 @@ def test_a_masked_token_may_lie_outside_and_a_certain_one_is_rounded():
     planned([sample(GOOD)])
     planned([sample([[5], [], [1], [8, 2]], old_logprobs=[-9e-4, -3.0, -7.0, -1.0], teacher_logprobs=[-3.0] * 4)])
     planned([sample([[9]] * 4, term="sft")], with_terms(cross_entropy("sft")))
-
-
-def test_without_the_objective_nothing_reads_it():
-    settings = without_objective(with_terms(cross_entropy("t", on="rl")))
-    (local,) = sliced([sample([[9], [9], [9], [9]])], settings)
-    assert local.fields.sampling_mask is None
 
 
 def test_masked_before_the_plan_so_that_the_denominators_follow():
@@ -111,8 +126,10 @@ def test_masked_tokens_of_all_ranks_are_counted():
 
 
 def test_some_of_a_ranks_samples_or_of_the_ranks_have_one():
-    with pytest.raises(ValueError, match="sample t has no sampling mask while others of the step have one"):
-        planned([sample(GOOD), sample(None, sample_id="t")])
+    known = {"ref_logprobs": [-0.5] * 4}
+    for settings in (SETTINGS, with_reference(on="rl", has_objective=False)):
+        with pytest.raises(ValueError, match="sample t has no sampling mask while others of the step have one"):
+            planned([sample(GOOD, **known), sample(None, sample_id="t", **known)], settings)
     supervised = with_terms(cross_entropy("sft"))
     planned([sample(GOOD), sample(None, term="sft", sample_id="t")], supervised)
 
@@ -153,75 +170,33 @@ def test_a_term_over_the_whole_vocabulary_has_tokens_of_its_own(term, is_refused
         planned(given, settings)
 
 
-def test_cross_entropy_on_tool_tokens_is_accepted_next_to_a_sampling_mask():
-    """Over the whole vocabulary at those tokens, for any set they have."""
-    settings = with_terms(cross_entropy("echo"))
-    (local,) = sliced([sample([[5, 9], [], [1, 7], [8, 2]], masks={"echo": [0, 0, 1, 0]})], settings)
-    assert rows_with_sets(local) == [[5, 9], [8, 2]]
-
-
-REF = LossTerm(name="ref", kind="kl", aggregation="token_mean", estimator="k2")
-OF_TOOL = {"masks": {"ref": [0, 0, 1, 0]}, "ref_logprobs": [-0.5] * 4}
-
-
-def with_reference(*, on: str | None = None, has_objective: bool = True, **more) -> LossSettings:
-    settings = with_terms(dataclasses.replace(REF, on=on))
-    names = settings.terms_of_samples | {"ref"}
-    settings = dataclasses.replace(settings, terms_of_samples=names, **more)
-    return settings if has_objective else without_objective(settings)
-
-
-def without_objective(settings: LossSettings) -> LossSettings:
-    return dataclasses.replace(settings, terms=dataclasses.replace(settings.terms, has_objective=False))
-
-
-def sliced(samples, settings):
-    return planned(samples, settings).slices(lambda _: None)
-
-
-def rows_with_sets(local) -> list[list[int]]:
-    """The sets that the loss reads, in the order of their tokens."""
-    table = local.fields.sampling_mask.table()
-    return [row[row >= 0].tolist() for row in table if any(row >= 0)]
-
-
-@pytest.mark.parametrize(
-    ("settings", "wanted"),
-    [
-        (with_reference(), [[5, 9], [7, 3], [8, 2]]),  # the objective's tokens and the loss term's own
-        (with_reference(has_objective=False), [[7, 3]]),
-        (with_reference(on="rl", has_objective=False), [[5, 9], [8, 2]]),
-    ],
-    ids=["own tokens", "own tokens alone", "on=rl without the objective"],
-)
-def test_a_divergence_from_the_reference_reads_the_sampling_mask_at_its_tokens(settings, wanted):
-    masks = OF_TOOL if settings.terms.further[0].on is None else {"ref_logprobs": [-0.5] * 4}
-    (local,) = sliced([sample([[5, 9], [], [7, 3], [8, 2]], **masks)], settings)
-    assert rows_with_sets(local) == wanted
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_an_entropy_reads_the_sampling_mask_at_its_own_tokens_where_it_is_kept(kept):
+def with_entropy(kept: str) -> LossSettings:
     settings = with_terms(LossTerm(name="echo", kind="entropy", aggregation="token_mean"))
-    terms = dataclasses.replace(settings.terms, sampling_mask_entropy="kept" if kept else "full")
-    settings = without_objective(dataclasses.replace(settings, terms=terms))
-    (local,) = sliced([sample([[5, 9], [], [7, 3], [8, 2]], masks={"echo": [0, 0, 1, 0]})], settings)
-    assert (rows_with_sets(local) if local.fields.sampling_mask is not None else []) == ([[7, 3]] if kept else [])
+    terms = dataclasses.replace(settings.terms, sampling_mask_entropy=kept)
+    return without_objective(dataclasses.replace(settings, terms=terms))
+
+
+TOOL = {"echo": [0, 0, 1, 0]}
 
 
 @pytest.mark.parametrize(
-    ("sets", "changes", "message"),
+    ("settings", "masks", "wanted"),
     [
-        ([[5], [], [1, 4], [8]], {}, "does not hold token 7, its trained response token 2"),
-        ([[5], [], [7, 7], [8]], {}, "names a token twice, which would count twice: at response token 2"),
-        ([[5], [], [7], [8]], {}, "old_logprobs of sample s is -0.5 at response token 2"),
-        ([[5], [], [7], [8]], {"old_logprobs": [0.0] * 4}, "ref_logprobs of sample s is -0.5 at response token 2"),
+        (with_reference(), OF_TOOL["masks"], [[5, 9], [7, 3], [8, 2]]),  # the objective's tokens and the term's own
+        (with_reference(has_objective=False), OF_TOOL["masks"], [[7, 3]]),
+        (with_reference(on="rl", has_objective=False), {}, [[5, 9], [8, 2]]),
+        (with_entropy("kept"), TOOL, [[7, 3]]),
+        (with_entropy("full"), TOOL, None),
+        (with_terms(cross_entropy("echo")), TOOL, [[5, 9], [8, 2]]),  # over the whole vocabulary at tool tokens
+        (without_objective(with_terms(cross_entropy("t", on="rl"))), {}, None),
     ],
-    ids=range(4),
+    ids=range(7),
 )
-def test_without_the_objective_the_tokens_of_the_reference_are_checked(sets, changes, message):
-    with pytest.raises(ValueError, match=message):
-        planned([sample(sets, **OF_TOOL, **changes)], with_reference(has_objective=False))
+def test_the_sampling_mask_is_read_at_the_tokens_of_the_terms_that_read_it(settings, masks, wanted):
+    given = sample([[5, 9], [], [7, 3], [8, 2]], masks=masks, ref_logprobs=[-0.5] * 4)
+    (local,) = planned([given], settings).slices(lambda _: None)
+    sets = local.fields.sampling_mask
+    assert wanted == (None if sets is None else [row[row >= 0].tolist() for row in sets.table() if any(row >= 0)])
 
 
 def test_two_terms_that_read_different_distributions_of_a_token_are_refused_without_the_objective_too():
@@ -241,12 +216,6 @@ def test_tokens_of_the_reference_outside_their_sets_are_masked_there_alone():
     assert found.masks["ref"].int().tolist() == [0, 1, 0, 0]
     plan = step.plan
     assert (plan.num_tokens, plan.num_missing, plan.terms["ref"].num_tokens) == (2, 2, 1)
-
-
-def test_rollouts_with_and_without_a_sampling_mask_are_refused_where_the_reference_alone_reads_it():
-    given = [sample(GOOD, ref_logprobs=[-0.5] * 4), sample(None, sample_id="t", ref_logprobs=[-0.5] * 4)]
-    with pytest.raises(ValueError, match="sample t has no sampling mask while others of the step have one"):
-        planned(given, with_reference(on="rl", has_objective=False))
 
 
 def test_ids_beyond_the_vocabulary_are_refused_where_a_token_is_trained():

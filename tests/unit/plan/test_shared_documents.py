@@ -80,13 +80,10 @@ def test_the_last_step_follows_the_flag():
     assert {rank[2] for rank in found} == {f"the documents have ended: 8 were trained, {left}"}
 
 
-@pytest.mark.parametrize(("policy", "taken"), [("exact", [4, 4, 2]), ("at_least", [4, 4, 2])])
-def test_groups_are_never_cut(policy, taken):
-    found = run(groups(LENGTHS, sizes=(2,)), num_documents=4, policy=policy)
-    assert [figures.num_documents for _, figures in found[0][:3]] == taken
-
-
-def test_a_surplus_is_said_and_an_exact_step_that_cannot_be_is_refused():
+def test_groups_are_never_cut_and_an_exact_step_that_cannot_be_is_refused():
+    for policy in ("exact", "at_least"):
+        found = run(groups(LENGTHS, sizes=(2,)), num_documents=4, policy=policy)
+        assert [figures.num_documents for _, figures in found[0][:3]] == [4, 4, 2]
     documents = groups(LENGTHS, sizes=(3,))
     found = run(documents, num_documents=4, policy="at_least")
     assert [(f.num_documents, f.documents_surplus) for _, f in found[0][:2]] == [(6, 2), (4, 0)]
@@ -102,30 +99,22 @@ def test_a_resumed_run_takes_what_the_whole_one_does():
     assert [rank[1:] for rank in whole] == rest
 
 
-def with_another_mask(documents):
+def with_another_mask(documents: list) -> list:
     (first, *_), *others = documents
     return [[dataclasses.replace(first, loss_mask=torch.tensor([False, True]))], *others]
 
 
-def test_a_rank_with_other_documents_stops_all():
-    found = run(groups(LENGTHS), num_documents=4, change=lambda rank, d: d[1:] if rank == 2 else d)
+@pytest.mark.parametrize("of_rank_2", [lambda documents: documents[1:], with_another_mask], ids=["other", "mask"])
+def test_a_rank_with_other_documents_stops_all(of_rank_2):
+    found = run(groups(LENGTHS), num_documents=4, change=lambda rank, d: of_rank_2(d) if rank == 2 else d)
     assert all("ranks 0 and 2 have different documents (4 and 4 in this step)" in str(rank[0]) for rank in found)
 
 
-def test_a_rank_with_another_mask_stops_all():
-    found = run(groups(LENGTHS), num_documents=4, change=lambda rank, d: with_another_mask(d) if rank == 2 else d)
-    assert all("ranks 0 and 2 have different documents (4 and 4 in this step)" in str(rank[0]) for rank in found)
-
-
-def test_a_rank_whose_source_fails_stops_all():
+def test_a_rank_whose_source_fails_stops_all_and_a_document_that_fits_on_no_ranks_is_named():
     found = run(groups(LENGTHS), num_documents=4, change=lambda rank, d: iter([3]) if rank == 1 else d)
     assert "the documents gave a int" in str(found[1][0])
     assert all("rank 1 could not take its documents" in str(found[rank][0]) for rank in (0, 2, 3))
-
-
-def test_a_document_that_fits_on_no_ranks_is_named():
-    found = run(groups([65]), num_documents=1)
-    assert "65" in str(found[0][0])
+    assert "65" in str(run(groups([65]), num_documents=1)[0][0])
 
 
 def test_a_replayed_step_takes_the_same_documents_and_counts_them_once():

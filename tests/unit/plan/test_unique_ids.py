@@ -173,7 +173,7 @@ def test_equal_samples_that_may_be_different_ones_are_not_refused():
     "Ranks with different samples are never taken for copies: turns, branches, empty ranks, dynamic context parallelism"
 )
 def test_different_samples_are_never_taken_for_copies(full, evidence):
-    rng, cases = random.Random(12), 600 if full else 40
+    rng, cases = random.Random(12), 600 if full else 12
     for _ in range(cases):
         rollouts = [
             turns(rng, n, rng.choice([-0.5, 0.5]), rng.randint(1, 4), begins_alike=rng.random() < 0.5)

@@ -12,7 +12,7 @@ from plans import planned
 from samples import TINY_PROMPTS, TINY_ROLLOUTS, TINY_TURN_DENOMINATORS, TINY_TURNS, make_sample, plain_sample
 from weight_cases import random_turns, random_weight
 
-from megatron_pg import StepPlanError, plan_step
+from megatron_pg import StepPlanError
 from megatron_pg.batch import pack
 from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections.correction import Correction, correction_factors
@@ -138,8 +138,8 @@ def test_weights_that_are_all_zero_weigh_nothing():
 @pytest.mark.proof("Weights and turns: bit-identical in every cut and order")
 @pytest.mark.parametrize("aggregation", ["sample_mean", "prompt_mean", "token_mean", "turn_mean"])
 def test_sums_of_weights_are_bit_identical_in_every_cut(aggregation, full, evidence):
-    rng = random.Random(aggregation)
-    for case in range(250 if full else 20):
+    rng, cases = random.Random(aggregation), 250 if full else 6
+    for case in range(cases):
         samples = []
         for i in range(rng.randint(2, 12)):
             size = rng.randint(1, 9)
@@ -151,7 +151,7 @@ def test_sums_of_weights_are_bit_identical_in_every_cut(aggregation, full, evide
         cells = [order[: cut[0]], order[cut[0] : cut[1]], order[cut[1] :]]
         found, _ = weights_of(samples, aggregation, cells, sums_weights=True)
         assert [own.tolist() for own in found] == [own.tolist() for own in wanted], case
-    evidence(cases=250 if full else 20)
+    evidence(cases=cases)
 
 
 @pytest.mark.parametrize("aggregation", ["sample_mean", "prompt_mean", "token_mean", "turn_mean"])
@@ -198,30 +198,12 @@ def test_advantages_may_differ_between_turns_but_not_in_one():
 
 
 def test_a_sample_without_turns_is_refused_where_they_are_read():
-    for settings in (
-        {"aggregation": "turn_mean"},
-        {"aggregation": "sample_mean", "terms": GSPO, "sequence_level": "turn"},
-    ):
+    by_turn = {"aggregation": "sample_mean", "terms": GSPO, "sequence_level": "turn"}
+    for settings in ({"aggregation": "turn_mean"}, by_turn):
         loss = simulation.settings(**settings, per_token=False)
-        with pytest.raises(
-            ValueError, match=r"sample s has no turns, which --(loss-agg|pg-seq).* needs. Give it to every"
-        ):
+        message = r"sample s has no turns, which --(loss-agg|pg-seq).* needs. Give it to every"
+        with pytest.raises(ValueError, match=message):
             token_factors(pack([plain_sample(2, sample_id="s")], qkv_format="thd"), loss)
-
-
-def test_plan_step_has_no_turns():
-    with pytest.raises(
-        StepPlanError, match="aggregation='turn_mean' divides by tokens of turns, which plan_step does not"
-    ):
-        plan_step([1, 2], aggregation="turn_mean")
-
-
-@pytest.mark.parametrize("turns", [[], [2], [1, 3], [3, 0], [4, -1], [1.5, 1.5], "12", 3, [True, 2]])
-def test_lengths_that_are_not_those_of_the_response_are_refused(turns):
-    with pytest.raises(
-        ValueError, match=r"turns=.* of sample \? are not lengths of turns that add up to its 3 response"
-    ):
-        plain_sample(3, turns=turns)
 
 
 @pytest.mark.parametrize("turns", [(1, 2), torch.tensor([1, 2])])
@@ -245,12 +227,15 @@ def test_an_advantage_per_turn_is_that_of_its_tokens(turns):
         ([1.0], "token_weights of sample .* has 1 entries for 2 response tokens"),
     ],
 )
-def test_weights_that_are_not_weights_are_refused(weights, message):
-    with pytest.raises(ValueError, match=message):
-        plain_sample(2, token_weights=weights)
-    with pytest.raises(ValueError, match=message):  # a token of a further term is trained as well
-        plain_sample(2, token_weights=weights, loss_mask=[0, 0], masks={"sft": [1, 1]})
-
-
-def test_weights_of_masked_tokens_are_arbitrary():
+def test_weights_that_are_not_weights_are_refused_unless_they_are_masked(weights, message):
+    for masks in ({}, {"loss_mask": [0, 0], "masks": {"sft": [1, 1]}}):  # a token of a further term is trained too
+        with pytest.raises(ValueError, match=message):
+            plain_sample(2, token_weights=weights, **masks)
     assert plain_sample(3, loss_mask=[1, 0, 0], token_weights=[1.0, math.nan, -3.0]).token_weights[0] == 1
+
+
+@pytest.mark.parametrize("turns", [[], [2], [1, 3], [3, 0], [4, -1], [1.5, 1.5], "12", 3, [True, 2]])
+def test_lengths_that_are_not_those_of_the_response_are_refused(turns):
+    message = r"turns=.* of sample \? are not lengths of turns that add up to its 3 response"
+    with pytest.raises(ValueError, match=message):
+        plain_sample(3, turns=turns)

@@ -1,5 +1,6 @@
 """What is refused before a step runs, on every rank: model-parallel peers are threads here."""
 
+import contextlib
 import dataclasses
 import types
 
@@ -17,8 +18,13 @@ from megatron_pg import ContextRanks, Sample, StepPlan, pack
 from megatron_pg.plan.errors import ScheduleError, StepPlanError
 from megatron_pg.step import checks
 from megatron_pg.step.context_groups import ContextGroups
-from megatron_pg.step.forward_step import PolicyGradientStep
+from megatron_pg.step.findings import before_finalize
 from megatron_pg.step.schedule import ScheduleCall
+
+
+def refused(message: str | None) -> contextlib.AbstractContextManager:
+    """A ScheduleError with the message; None: no error."""
+    return contextlib.nullcontext() if message is None else pytest.raises(ScheduleError, match=message)
 
 
 def sample(**changed: object) -> Sample:
@@ -31,15 +37,8 @@ def plan(denominator: float = 2.0) -> StepPlan:
     counted = ("samples", "rollouts", "tokens", "trained", "response_tokens", "positions")
     counts = {f"num_{name}": 1 for name in counted}
     denominators = torch.tensor([denominator], dtype=torch.float64)
-    rest = {
-        "aggregation": "sample_mean",
-        "divisor": None,
-        "num_prompts": None,
-        "num_microbatches": 1,
-        "number": 1,
-        "facts": None,
-    }
-    return StepPlan(denominators=denominators, **counts, **rest)
+    rest = dict.fromkeys(("divisor", "num_prompts", "facts")) | {"num_microbatches": 1, "number": 1}
+    return StepPlan(aggregation="sample_mean", denominators=denominators, **counts, **rest)
 
 
 @pytest.fixture
@@ -82,10 +81,7 @@ def test_peers_that_read_anything_else_stop_every_rank(changed):
         batch = pack([sample(**own)], qkv_format=qkv_format, **layouts[qkv_format])
         checks.check_agreement([batch.digest], found, None, ALONE)
 
-    if not changed:
-        threads.run(2, work)
-        return
-    with pytest.raises(ScheduleError, match="step plan differs between ranks 0 and 1"):
+    with refused("step plan differs between ranks 0 and 1" if changed else None):
         threads.run(2, work)
 
 
@@ -117,37 +113,30 @@ def test_layers_with_a_state_get_no_packed_rows(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "length", "refused"), [("learned_absolute", 4, False), ("learned_absolute", 5, True), ("rope", 5, False)]
+    ("kind", "length", "is_refused"),
+    [("learned_absolute", 4, False), ("learned_absolute", 5, True), ("rope", 5, False)],
 )
-def test_a_document_has_as_many_positions_as_the_model_has_learned_and_no_more(one_part, kind, length, refused):
+def test_a_document_has_as_many_positions_as_the_model_has_learned_and_no_more(one_part, kind, length, is_refused):
     batch = pack([sample(), sample(tokens=[1] * length, routed_experts=None)], qkv_format="thd")
     call = schedule_call(model_of(kind, variable_seq_lengths=True), micro_batch_size=1, seq_length=4)
-    if not refused:
-        checks.check_batches([batch], call)
-        return
-    with pytest.raises(ScheduleError, match="micro-batch 0 contains a sample of 5 positions, and the model has 4"):
+    with refused("micro-batch 0 contains a sample of 5 positions, and the model has 4" if is_refused else None):
         checks.check_batches([batch], call)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_step_leaves_the_models_config_as_it_was(monkeypatch, fails):
+def test_a_step_leaves_the_models_config_as_it_was(fails):
     """Or every step would wrap the function of the one before once more."""
-    calls = []
-    step, config = PolicyGradientStep(types.SimpleNamespace()), types.SimpleNamespace()
+    calls, config = [], types.SimpleNamespace()
     original = config.finalize_model_grads_func = lambda *given: calls.append("finalize")
-    monkeypatch.setattr(step, "_gather_and_check", lambda: calls.append("check"))
 
     def run() -> None:
-        with step._checked_before_finalize(config, []):
+        with before_finalize(config, lambda: calls.append("check")):
             config.finalize_model_grads_func([])
             if fails:
                 raise ScheduleError("a mistake")
 
     for number in range(1, 3):
-        if fails:
-            with pytest.raises(ScheduleError):
-                run()
-        else:
+        with refused("a mistake" if fails else None):
             run()
         assert config.finalize_model_grads_func is original
         assert calls == ["check", "finalize"] * number
@@ -169,10 +158,7 @@ def test_multi_token_prediction_that_would_escape_its_weights_is_refused(monkeyp
     model = model_of("learned_absolute", **config)
     model.post_process = True
     loss = dataclasses.replace(simulation.settings("sample_mean", per_token=False), mtp_depths=1)
-    if message is None:
-        checks.check_model([model], loss, forward_only=False, is_attached=True)
-        return
-    with pytest.raises(ScheduleError, match=message):
+    with refused(message):
         checks.check_model([model], loss, forward_only=False, is_attached=True)
 
 
@@ -185,10 +171,8 @@ def test_recomputed_predictions_of_packed_rows_are_refused_where_megatron_fails(
     model = model_of(variable_seq_lengths=False, mtp_num_layers=1, recompute_granularity=granularity)
     batch = pack([sample()], qkv_format=qkv_format, max_seq_len=6)
     call = schedule_call(model, micro_batch_size=1, seq_length=6)
-    if (qkv_format, release, granularity) != ("thd", "0.17.1", "full"):
-        checks.check_batches([batch], call)
-        return
-    with pytest.raises(ScheduleError, match="raises a TypeError for packed rows"):
+    fails = (qkv_format, release, granularity) == ("thd", "0.17.1", "full")
+    with refused("raises a TypeError for packed rows" if fails else None):
         checks.check_batches([batch], call)
 
 
@@ -232,10 +216,7 @@ def test_what_ignores_a_micro_batchs_own_ranks_is_refused(monkeypatch, changed, 
     stages, documents = changed.pop("stages", 1), changed.pop("documents", False)
     monkeypatch.setattr(checks.parallel_state, "get_pipeline_model_parallel_world_size", lambda: stages)
     model, settings = grouped(**changed)
-    if named is None:
-        checks.check_dynamic_cp([model], settings, takes_documents=documents)
-        return
-    with pytest.raises(ScheduleError, match=f"cannot be combined with {named}"):
+    with refused(named and f"cannot be combined with {named}"):
         checks.check_dynamic_cp([model], settings, takes_documents=documents)
 
 
@@ -265,10 +246,7 @@ def test_what_joins_data_parallel_ranks_before_an_open_step_closes_is_refused(ch
     usual = {"num_moe_experts": None, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
     config = types.SimpleNamespace(**usual | {"moe_z_loss_coeff": None, "expert_model_parallel_size": 1} | changed)
     model = types.SimpleNamespace(config=config, **wrapper)
-    if named is None:
-        checks.check_open([model], **given)
-        return
-    with pytest.raises(ScheduleError, match=f"cannot be combined with {named}"):
+    with refused(named and f"cannot be combined with {named}"):
         checks.check_open([model], **given)
 
 
@@ -276,8 +254,7 @@ def test_a_micro_batch_may_have_its_own_ranks_only_in_a_step_that_uses_them():
     plain = pack([sample()], qkv_format="thd")
     own = {(f, n): pack([sample()], qkv_format="thd", cp_ranks=ContextRanks(f, n)) for f, n in [(1, 1), (0, 2), (0, 1)]}
     checks.check_cuts([plain, plain], None)
-    message = r"micro-batch 1 has cp_ranks=ContextRanks\(first=0, size=2\), and the step uses"
-    with pytest.raises(ScheduleError, match=message):
+    with refused(r"micro-batch 1 has cp_ranks=ContextRanks\(first=0, size=2\), and the step uses"):
         checks.check_cuts([plain, own[0, 2]], None)
 
     def work(rank: int) -> None:
@@ -285,8 +262,7 @@ def test_a_micro_batch_may_have_its_own_ranks_only_in_a_step_that_uses_them():
         checks.check_cuts([own[0, 2], own[rank, 1]], groups)
         assert [groups.of(own[0, 2]).size(), groups.of(own[rank, 1]).size()] == [2, 1]
         for wrong in (plain, own[1 - rank, 1]):
-            message = r"micro-batch 1 has cp_ranks=.* under dynamic_cp, which is not a run"
-            with pytest.raises(ScheduleError, match=message):
+            with refused(r"micro-batch 1 has cp_ranks=.* under dynamic_cp, which is not a run"):
                 checks.check_cuts([own[0, 2], wrong], groups)
 
     threads.run(2, work)
@@ -321,12 +297,6 @@ def wrapped(kind: type, **config: object) -> object:
     return model
 
 
-def test_only_fsdp2_is_recognized_by_its_inherited_scaling():
-    kinds = (TorchFullyShardedDataParallel, DistributedDataParallel, FullyShardedDataParallel)
-    assert [checks.always_averages(wrapped(kind)) for kind in kinds] == [True, False, False]
-    assert not checks.always_averages(torch.nn.Linear(1, 1))
-
-
 @pytest.mark.parametrize(
     ("kind", "release", "settings", "experts", "message"),
     [
@@ -344,8 +314,6 @@ def test_what_a_sharding_wrapper_would_get_wrong_is_refused(monkeypatch, kind, r
     monkeypatch.setattr(checks, "core_version", lambda: release)
     given = types.SimpleNamespace(**{"per_token": False, "head_mode": None} | settings)
     model = wrapped(kind, num_moe_experts=experts)
-    if message is None:
+    assert checks.always_averages(model) == (kind is TorchFullyShardedDataParallel)
+    with refused(message):
         checks._check_wrapper(model, given)
-    else:
-        with pytest.raises(ScheduleError, match=message):
-            checks._check_wrapper(model, given)

@@ -24,15 +24,8 @@ def old(monkeypatch):
 
 
 def config_of(kinds="aux_loss", aux=0.5, z=None, **changed) -> types.SimpleNamespace:
-    values = {
-        "num_moe_experts": 4,
-        "calculate_per_token_loss": True,
-        "moe_router_load_balancing_type": kinds,
-        "moe_aux_loss_coeff": aux,
-        "moe_z_loss_coeff": z,
-        "num_layers": 2,
-        "moe_router_topk": 2,
-    }
+    values = {"num_moe_experts": 4, "num_layers": 2, "moe_router_topk": 2, "calculate_per_token_loss": True}
+    values |= {"moe_router_load_balancing_type": kinds, "moe_aux_loss_coeff": aux, "moe_z_loss_coeff": z}
     return types.SimpleNamespace(**values | changed)
 
 
@@ -67,12 +60,6 @@ def test_coefficients_are_multiplied_while_a_step_runs_and_only_then(kinds, aux,
         except KeyError:
             pass
         assert vars(shared) == vars(other) == before
-
-
-def test_releases_and_contracts_that_keep_the_scale_are_left_alone(release):
-    assert experts.needs_router_scale(config_of()) == (release == (0, 18))
-    assert not experts.needs_router_scale(config_of(calculate_per_token_loss=False))
-    assert not experts.needs_router_scale(config_of(num_moe_experts=None))
 
 
 def packed(*rows: int) -> list:
@@ -117,8 +104,5 @@ REPLAY = types.SimpleNamespace()
 def test_what_cannot_be_replayed_is_refused_by_name(chosen, changed, replay, message):
     with pytest.raises(ScheduleError, match=message):
         experts.check_experts(routed(chosen), config_of(**changed), replay)
-
-
-def test_what_can_be_replayed_passes():
     experts.check_experts(routed(GOOD), config_of(), REPLAY)
     experts.check_experts(routed(None), config_of(), None)
