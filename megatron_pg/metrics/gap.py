@@ -13,6 +13,7 @@ from torch import Tensor
 NEAR = 3.0  # nats: a larger |d| means another token, template or model, and is left out of all moments
 OUTLIER = 0.5  # nats: about ten times the scale of d in bfloat16
 _FOLLOWS = 0.5  # |correlation| of d with b above which a temperature is estimated
+_SMALL = 0.02  # nats: of a smaller spread, in a nearly deterministic policy, a few tokens would decide the temperature
 _ROUNDING = 1e-12  # of a mean square: a variance below it is rounding error
 
 # Sums over tokens with both log-probabilities: all of them, and those with |d| ≤ NEAR. e = e^d - 1 and f = e^-d - 1.
@@ -51,12 +52,12 @@ def correlation(s: Sums) -> float:
 
 
 def temperature(s: Sums) -> float | None:
-    """The trainer's temperature over the engine's, 1/κ of π ∝ q^κ; None if d does not follow b.
+    """The trainer's temperature over the engine's, 1/κ of π ∝ q^κ; None if d does not follow b, or is rounding.
 
     κ·b - o depends on the context alone and E[e] = 0 in every context, so κ = cov(e, o)/cov(e, b). If f is nearer to 0
     than e, f replaces e: the tokens were then drawn from the trainer's distribution.
     """
-    if abs(correlation(s)) < _FOLLOWS:
+    if spread(s) < _SMALL or abs(correlation(s)) < _FOLLOWS:
         return None
     e = "e" if abs(s["e"]) <= abs(s["f"]) else "f"
     with_b = _covariance(s, f"{e}b", e, "b")

@@ -50,8 +50,8 @@ SIGNS: dict[str, tuple[str, str | Limit]] = {
     "mtp_acceptance": ("stable", "falls: speculative decoding with these heads becomes slower"),
     "reward": ("rises", "falls, or stays where it began"),
     "zero_variance_fraction": (
-        "stable",
-        Limit(high=0.9, cause="almost no prompt teaches anything: too easy, too hard, or a reward that does not vary"),
+        "stable; rises when the prompts are solved",
+        Limit(high=0.9, cause="almost no prompt teaches anything: solved, too hard, or a reward that does not vary"),
     ),
     "response_length": ("changes slowly", "a collapse, or a run up to the limit"),
     "truncated_fraction": (
@@ -92,7 +92,10 @@ SIGNS: dict[str, tuple[str, str | Limit]] = {
     "mismatch_kl": ("< 1e-3", "an upward trend: precision, weight sync, sampling filter, temperature"),
     "mismatch_max": ("< 1", Limit(high=5.0, cause="another token, template or model")),
     "mismatch/difference": ("0", "–"),
-    "mismatch/spread": ("< 0.04", Limit(high=0.08, steps=_ADVISED, cause="precision of the head, or stale weights")),
+    "mismatch/spread": (
+        "< 0.07",
+        Limit(high=0.08, steps=_ADVISED, cause="quantized or stale weights, or precision of the head"),
+    ),
     "mismatch/correlation": ("near 0", "–"),
     "mismatch/temperature": ("absent", Limit(low=0.97, high=1.03, steps=_ADVISED, cause="the temperatures differ")),
     "mismatch/missing_mass": (

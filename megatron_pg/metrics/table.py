@@ -427,7 +427,7 @@ METRICS: tuple[Metric, ...] = (
         "temperature",
         gap.temperature,
         "1/κ, κ = cov(e, o)/cov(e, b), e = e^d - 1 [1]: the trainer's temperature over the engine's; absent where d "
-        "does not follow the log-probability (|correlation| < 0.5)",
+        "does not follow the log-probability (|correlation| < 0.5) or spreads by less than 0.02 nats",
     ),
     _of_gap(
         "missing_mass",

@@ -47,7 +47,7 @@ def test_steps_without_rollout_logprobs_are_not_counted():
 def test_another_cause_is_said_too_and_each_once():
     lines = said(*["hot"] * 4, *["wide"] * 4, *["hot"] * 4)
     assert [i for i, line in enumerate(lines) if line] == [2, 6]
-    assert "mismatch/spread 0.3, which says precision of the head" in lines[6]
+    assert "mismatch/spread 0.3, which says quantized or stale weights" in lines[6]
 
 
 @pytest.mark.parametrize(

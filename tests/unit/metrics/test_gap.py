@@ -59,6 +59,13 @@ def test_the_temperature_where_the_engine_reports_before_its_own(ratio):
     assert gap.temperature(sums(swapped)) == pytest.approx(ratio, rel=0.002)
 
 
+def test_a_nearly_deterministic_policy_has_no_temperature():
+    pairs = [(-1.9, -2.0)] * 2 + [(-1e-6, -1e-6)] * 9998  # two tokens, as if at another temperature
+    found = sums(pairs)
+    assert abs(gap.correlation(found)) > 0.99
+    assert gap.temperature(found) is None
+
+
 def test_noise_has_no_temperature():
     found = sums(drawn(1.0, 100, noise=0.02))
     assert abs(gap.correlation(found)) < 0.2
