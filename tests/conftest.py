@@ -8,6 +8,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so before any test imports one
 
+import interpreter
 import launches  # what they launch has the environment of now
 import proof
 from namespaces import rank_zero, user_code  # noqa: F401, fixtures
@@ -26,6 +27,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "proof(row): the test's cases are counted in this row of docs/proof.md")
     config.stash[EVIDENCE] = proof.Evidence()
+    interpreter.patch_language_once()
 
 
 @pytest.fixture(scope="session")
