@@ -25,6 +25,7 @@ needs_transformers = pytest.mark.skipif(not FOLDER.is_dir(), reason="needs trans
 needs_model = pytest.mark.skipif(
     not MODEL.exists(), reason="needs the pretrained model: make prove PART=chat, or MODEL="
 )
+in_full_tier = pytest.mark.full_tier("further models belong to `make prove`")
 FLOATS = ("torch.float32", "torch.bfloat16")
 
 
@@ -75,7 +76,7 @@ def pretrained(folder, full):
 @launches.launch
 def experiment(folder, full):
     """Two arms of an experiment on a tiny model, run, run again and shown."""
-    if not (full and FOLDER.is_dir()):
+    if not FOLDER.is_dir():
         return None
     model, runs, sizes = _tiny(folder / "model", tied=True), folder / "runs", "--train-iters 2 --global-batch-size 8"
     words = ["--runs", str(runs), "--seeds", "1"]
@@ -90,7 +91,7 @@ def experiment(folder, full):
 @launches.launch
 def layouts(folder, full):
     """metrics.jsonl of two steps on a tiny model that imitate, by the layout in the launch script's environment."""
-    if not (full and FOLDER.is_dir()):
+    if not FOLDER.is_dir():
         return None
     model, found = _tiny(folder / "model", tied=True), {}
     sizes = "--train-iters 2 --global-batch-size 8 --micro-batch-size 2 --group-size 2 --max-new-tokens 8"
@@ -135,12 +136,11 @@ def test_in_bfloat16_neither_implementation_is_further_from_float32(everywhere):
         assert 0 < ours <= 1.5 * theirs
 
 
+@in_full_tier
 @needs_transformers
 @needs_model
 @pytest.mark.proof("Chat: logits of SmolLM2 on 200 tokens of text, Megatron's and transformers', absolute")
-def test_logits_of_the_pretrained_model_agree(pretrained, full, evidence):
-    if not full:
-        pytest.skip("in the full tier")
+def test_logits_of_the_pretrained_model_agree(pretrained, evidence):
     found = pretrained[2]
     assert found["torch.float32"]["length"] == 200
     assert found["torch.float32"]["cross_entropy"] < 5  # a broken model has log(49152) = 10.8
@@ -173,12 +173,11 @@ def test_conversations_of_several_turns_are_those_of_the_chat_template(everywher
         assert found["turns"] == {"conversations": 7, "wrong": 0}
 
 
+@in_full_tier
 @needs_transformers
 @needs_model
 @pytest.mark.proof("Chat: GRPO steps of SmolLM2 with eight prompts, with transformers as rollout engine")
-def test_two_steps_of_the_pretrained_model_run(pretrained, full, evidence):
-    if not full:
-        pytest.skip("in the full tier")
+def test_two_steps_of_the_pretrained_model_run(pretrained, evidence):
     out, printed, _ = pretrained
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [record["iteration"] for record in records] == [1, 2]
@@ -198,13 +197,12 @@ def test_two_steps_of_the_pretrained_model_run(pretrained, full, evidence):
     evidence(cases=len(records))
 
 
+@in_full_tier
 @needs_transformers
 @pytest.mark.proof(
     "Chat: log-probabilities and gradient norms of two steps under TP with SP, PP and DP equal one process"
 )
-def test_steps_do_not_depend_on_the_layout(layouts, full, evidence):
-    if not full:
-        pytest.skip("in the full tier")
+def test_steps_do_not_depend_on_the_layout(layouts, evidence):
     (first, *others), errors = layouts.values(), []
     for records in others:
         for name in ("grad_norm", "old_logprobs", "pg_loss"):
@@ -213,10 +211,9 @@ def test_steps_do_not_depend_on_the_layout(layouts, full, evidence):
     evidence(cases=2 * len(others), worst=max(errors), tolerance=1e-5)
 
 
+@in_full_tier
 @needs_transformers
-def test_an_experiment_trains_what_is_missing_and_keeps_the_log_ratios(experiment, full):
-    if not full:
-        pytest.skip("in the full tier")
+def test_an_experiment_trains_what_is_missing_and_keeps_the_log_ratios(experiment):
     first, again, table, found = experiment
     assert first.count(": done\n") == 2
     assert again.count(": done before\n") == 2

@@ -72,19 +72,10 @@ def taught(folder, full):
     is built in."""
     saved = str(folder / "teacher" / "saved")
     small = ["--bf16", "--prompts-per-rollout", "8", "--global-batch-size", "64", "--micro-batch-size", "32"]
+    small += [] if full else ["--ckpt-format", "torch"]  # the usual format starts processes for every file
     launch(folder / "teacher", *small, "--save", saved, "--save-interval", "2", "--train-iters", "2")
-    begins = [
-        "--load",
-        saved,
-        "--finetune",
-        "--no-load-optim",
-        "--no-load-rng",
-        "--warm-up-iters",
-        "0",
-        "--train-iters",
-        "2",
-        *small,
-    ]
+    begins = ["--load", saved, "--finetune", "--no-load-optim", "--no-load-rng", *small]
+    begins += ["--warm-up-iters", "0", "--train-iters", "2"]
     terms = ["--pg-term", "teacher:opd,on=rl,weight=0.5,aggregation=token_mean", "--lr-warmup-iters", "0"]
     return launch(folder / "student", *begins, *terms, "--teacher", saved)
 
@@ -267,10 +258,9 @@ def test_wandb_holds_the_same_names(sampled):
     assert all(name.encode() in content for name in ("pg/pg_loss", "pg/kl_new_old", "pg/aggregation_ess", "pg/reward"))
 
 
+@pytest.mark.full_tier("a further launch belongs to `make prove`")
 @pytest.mark.proof("Determinism: the example on 2 ranks prints the same metrics with the same seed (steps)")
-def test_the_same_seed_twice_gives_the_same_metrics(sampled, tmp_path, full, evidence):
-    if not full:
-        pytest.skip("a further launch belongs to `make prove`")
+def test_the_same_seed_twice_gives_the_same_metrics(sampled, tmp_path, evidence):
     assert steps_of(launch(tmp_path)) == steps_of(sampled)
     evidence(cases=5)
 

@@ -2,8 +2,11 @@
 in."""
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 
+import pytest
 from processes import gradients, report, worst_difference
 
 from megatron_pg.args import own_arguments
@@ -126,6 +129,10 @@ MTP_PLAIN = [*crossed("dp2 cp2t pp2", "sample_mean-mtp-plain"), "dp2-sample_mean
 def hybrid(cases: list[str]) -> list[str]:
     """The cases with a HybridModel in the place of the GPTModel."""
     return [f"{case}-hybrid" for case in cases]
+
+
+def in_pieces(cases: list[str]) -> list[str]:
+    return [f"{case}-pieces" for case in cases]
 
 
 # pieces: the model runs by a schedule plan, together with another backward (--overlap-moe-expert-parallel-comm).
@@ -295,6 +302,64 @@ FAULTS = {
 }
 
 
+@dataclass(frozen=True)
+class Group:
+    """Cases that are compared with one process."""
+
+    row: str  # of docs/proof.md
+    two: Sequence[str]  # on two ranks
+    full: Sequence[str] = ()  # further ones in the full tier
+    four: Sequence[str] = ()  # on four ranks, in the full tier
+    row_of_four: str = ""
+    has_metrics: bool = True  # which are compared, too
+
+    def cases(self, full: bool) -> list[str]:
+        """On two ranks."""
+        return list(dict.fromkeys([*self.two, *(self.full if full else [])]))
+
+
+PLAIN = Group(
+    "Real ranks: every parameter's gradient on 2 ranks equals one process",
+    FAST, FULL, FULL_4, "Real ranks: every parameter's gradient on 4 ranks equals one process", has_metrics=False,
+)  # fmt: skip
+# The default tier has a fourth of the cases with a HybridModel: its loss is the same code.
+GROUPS = [
+    PLAIN,
+    Group(
+        "Real ranks, documents per step: every parameter's gradient on 2 ranks equals one process",
+        [*DOCUMENTS, *DYNAMIC_DOCUMENTS], DOCUMENTS_FULL, DOCUMENTS_4,
+        "Real ranks, documents per step: every parameter's gradient on DP2 x CP2 equals one process",
+    ),
+    Group(
+        "Real ranks, fused head without logits: every parameter's gradient on 2 ranks equals one process",
+        SCALED_EXP, has_metrics=False,
+    ),
+    Group(
+        "Real ranks, HybridModel: every parameter's gradient on 2 ranks equals one process's GPTModel",
+        hybrid(FAST[::4]), hybrid(FULL), hybrid([case for case in FULL_4 if "-constant" in case]),
+        "Real ranks, HybridModel: every parameter's gradient on 4 ranks equals one process's GPTModel",
+        has_metrics=False,
+    ),
+    Group(
+        "Real ranks, mixture of experts: gradients with replayed experts on 2 ranks equal one process",
+        REPLAYED, REPLAYED_FULL, has_metrics=False,
+    ),
+    Group(
+        "Real ranks, micro-batches on their own ranks: gradient and metrics on 2 ranks equal one process",
+        DYNAMIC, DYNAMIC_FULL, DYNAMIC_4,
+        "Real ranks, micro-batches on their own ranks: gradient and metrics on 4 ranks equal one process",
+    ),
+    Group(
+        "Real ranks, critics: gradient and metrics on 2 ranks equal one process",
+        CRITICS, CRITICS_FULL, CRITICS_4, "Real ranks, critics: gradient and metrics on 4 ranks equal one process",
+    ),
+    Group("Multi-token prediction: every parameter's gradient on 2 ranks equals one process", MTP, MTP_FULL),
+    Group(
+        "Megatron-FSDP: every parameter's gradient on 2 ranks equals one process", FSDP, FSDP_FULL, has_metrics=False
+    ),
+]  # fmt: skip
+
+
 def reference_of(case: str) -> str:
     parts = case.split("-")
     known = words("tied capped gspo experts replay rope mtp mtp2 own policy apart terms whole klcov kept critic turns")
@@ -309,9 +374,34 @@ def reference_of(case: str) -> str:
 def compare(folder, references, cases: list[str]) -> float:
     """Worst gradient error of the cases; every case that misses the limit is named."""
     expected = {name: gradients(references, name) for name in set(map(reference_of, cases))}
-    worst = {case: worst_difference(gradients(folder, case), expected[reference_of(case)]) for case in cases}
-    assert {case: error for case, error in worst.items() if not error <= LIMIT} == {}
-    return max(worst.values())
+    return worst_of({case: worst_difference(gradients(folder, case), expected[reference_of(case)]) for case in cases})
+
+
+def worst_of(errors: dict[str, float]) -> float:
+    assert {case: error for case, error in errors.items() if not error <= LIMIT} == {}
+    return max(errors.values())
+
+
+def compare_metrics(folder, references, cases: list[str], ranks: int) -> None:
+    """Every rank reports the metrics of one process; of a step of documents also their counts."""
+    for case in cases:
+        expected = report(references, reference_of(case), 0)
+        first, *others = (report(folder, case, rank) | {"reported": None} for rank in range(ranks))
+        assert all(other == first for other in others), case
+        assert first["num_tokens"] == expected["num_tokens"], case
+        metrics = without_documents(first) if "docs" in case.split("-") else first["metrics"]
+        assert metrics == pytest.approx(expected["metrics"], rel=2e-5, abs=2e-6), case
+
+
+def without_documents(found: dict) -> dict:
+    """The metrics without the counts of documents, which are those of one step after which nothing is left."""
+    metrics = dict(found["metrics"])
+    total = metrics["num_documents"]
+    assert found["farewell"] == f"the documents have ended: {total} were trained"
+    assert metrics.pop("num_microbatches") > 1
+    counts = {"num_documents": total, "documents_seen": total, "documents_surplus": 0, "documents_waiting": 0}
+    assert {name: metrics.pop(name) for name in counts} == counts
+    return metrics
 
 
 def compare_alike(folder, cases: list[str]) -> None:
@@ -327,10 +417,6 @@ def compare_pieces(folder, cases: list[str]) -> float:
     errors = {case: worst_difference(gradients(folder, f"{case}-pieces"), gradients(folder, case)) for case in cases}
     assert {case: error for case, error in errors.items() if error > (LIMIT if "mtp" in case else 0)} == {}
     return max(errors.values(), default=0.0)
-
-
-def in_pieces(cases: list[str]) -> list[str]:
-    return [f"{case}-pieces" for case in cases]
 
 
 def parts_of(cases: list[str]) -> list[str]:
@@ -352,8 +438,7 @@ def compare_balanced(folder, parts, cases: list[str]) -> float:
             for name in found[0]
         }
         worst[case] = worst_difference(gradients(folder, case), expected)
-    assert {case: error for case, error in worst.items() if not error <= LIMIT} == {}
-    return max(worst.values())
+    return worst_of(worst)
 
 
 def _is_packed(case: str) -> bool:
