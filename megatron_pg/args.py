@@ -11,7 +11,7 @@ import json
 import math
 import os
 import warnings
-from functools import partial
+from functools import cache, partial
 
 from megatron_pg.declarations.choices import IMPLEMENTATIONS, METRIC_LEVELS
 from megatron_pg.flags.aggregation import (
@@ -107,8 +107,9 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--pg-dry-run", action="store_true", help=dry_run)
 
 
+@cache  # a parser of all flags takes a millisecond, and a validation asks several times
 def default_arguments() -> dict[str, object]:
-    """The attributes that `add_arguments` defines, with their defaults."""
+    """The attributes that `add_arguments` defines, with their defaults. Do not change it."""
     return vars(add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([]))
 
 

@@ -9,7 +9,14 @@ from collections.abc import Mapping
 
 import pytest
 
-from megatron_pg.args import ArgumentError, ArgumentNotice, ArgumentWarning, add_arguments, validate_args
+from megatron_pg.args import (
+    ArgumentError,
+    ArgumentNotice,
+    ArgumentWarning,
+    add_arguments,
+    default_arguments,
+    validate_args,
+)
 
 # What a dense bf16 run on two data-parallel ranks has after Megatron's own validation.
 MEGATRON_DEFAULTS = {
@@ -147,7 +154,7 @@ class CudaGraphScope(enum.Enum):
 
 def arguments(**overrides: object) -> argparse.Namespace:
     """megatron_pg's defaults and Megatron's attributes, with some of them replaced."""
-    args = add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([])
+    args = argparse.Namespace(**default_arguments())
     for name, value in MEGATRON_DEFAULTS.items():
         setattr(args, name, copy.copy(value))
     if unknown := overrides.keys() - vars(args).keys():
