@@ -27,6 +27,7 @@ from rank_cases import (
     in_pieces,
     parts_of,
     reference_of,
+    references_of,
 )
 from rank_model import OPTIONS
 
@@ -45,12 +46,16 @@ def results(folder, full):
     cases = {case for group in GROUPS for case in group.cases(full)}
     cases |= {*balanced, *MTP_PLAIN, *PIECES, *in_pieces(PIECES), *EVALUATIONS}
     cases = sorted(cases)  # consecutive cases of one layout share its groups
-    references = [*rank_cases.REFERENCES, *hybrid(ALIKE), *rank_cases.MTP_REFERENCES, *MTP_ORACLES]
-    with processes.finished([processes.start(1, one, [*references, *parts_of(balanced)])]):
+    references = {*references_of({*cases} - {*balanced}, oracles_of(full)), *ALIKE, *hybrid(ALIKE), *CHOICE}
+    with processes.finished([processes.start(1, one, [*sorted(references), *parts_of(balanced)])]):
         for first in range(0, len(cases), MOST_CASES):
             with processes.finished([processes.start(2, two, cases[first : first + MOST_CASES])]):
                 pass
     return two, one
+
+
+def oracles_of(full: bool) -> list[str]:
+    return MTP_ORACLES if full else MTP_ORACLES[::3]
 
 
 @launches.launch
@@ -104,26 +109,23 @@ def test_the_mean_of_the_routers_losses_depends_on_the_contract_where_micro_batc
     assert worst_difference(*found) > 1000 * LIMIT
 
 
-def test_the_models_own_choice_replayed_is_the_same_step_bit_for_bit(results):
-    plain, replayed = (gradients(results[1], f"dp1-sample_mean-experts{kind}") for kind in ("", "-choice"))
-    assert worst_difference(replayed, plain) == 0
+CHOICE = [f"dp1-sample_mean-experts{kind}" for kind in ("", "-choice", "-replay")]
 
 
-def test_replayed_experts_are_another_step_than_the_models_own_choice(results):
-    plain, replayed = (gradients(results[1], f"dp1-sample_mean-experts{kind}") for kind in ("", "-replay"))
+def test_the_models_own_choice_replayed_is_the_same_step_bit_for_bit_and_another_choice_is_not(results):
+    plain, chosen, replayed = (gradients(results[1], case) for case in CHOICE)
+    assert worst_difference(chosen, plain) == 0
     assert worst_difference(replayed, plain) > 1000 * LIMIT
 
 
 @pytest.mark.proof("Multi-token prediction: gradient and metrics of one process equal loops over samples in float64")
-def test_multi_token_prediction_equals_loops_over_the_samples(results, evidence):
+def test_multi_token_prediction_equals_loops_over_the_samples(results, full, evidence):
     _, one = results
-    worst = [
-        worst_difference(gradients(one, case.removesuffix("-oracle")), gradients(one, case)) for case in MTP_ORACLES
-    ]
-    for case in MTP_ORACLES:
+    for case in oracles_of(full):
         expected, found = (report(one, name, 0)["metrics"] for name in (case, case.removesuffix("-oracle")))
         assert {name: found[name] for name in PREDICTED} == pytest.approx(expected, rel=1e-6)
-    evidence(cases=len(worst), worst=max(worst), tolerance=LIMIT)
+    worst = rank_cases.compare_oracles(one, oracles_of(full))
+    evidence(cases=len(oracles_of(full)), worst=worst, tolerance=LIMIT)
 
 
 @pytest.mark.proof(
@@ -213,6 +215,6 @@ def test_every_word_of_a_case_is_known():
     """An option that no model knows would leave the case without it, and the case would pass."""
     known = {*OPTIONS, "docs", "gspo", "klcov", "uneven", "evaluate", "plain", "unevenplain", "oracle"}
     cases = [case for group in GROUPS for case in (*group.cases(full=True), *group.four)]
-    cases += [*rank_cases.MTP_REFERENCES, *MTP_ORACLES, *MTP_PLAIN, *in_pieces(PIECES), *BALANCED, *BALANCED_FULL]
-    cases += [*EVALUATIONS, *rank_cases.REFERENCES]
+    cases += [*references_of(cases), *MTP_ORACLES, *MTP_PLAIN, *in_pieces(PIECES), *BALANCED, *BALANCED_FULL]
+    cases += EVALUATIONS
     assert {word for case in cases for word in case.split("-")[2:]} <= known

@@ -6,7 +6,7 @@ import launches
 import processes
 import pytest
 from processes import gradients, report, worst_difference
-from rank_cases import LIMIT, crossed, reference_of, words
+from rank_cases import LIMIT, crossed, reference_of, references_of, words
 
 FAST = words("""
     dp2-sample_mean dp2-token_mean-dist-overlap dp2-sample_mean-nothing dp2t-constant-sft
@@ -26,7 +26,7 @@ OTHERS = ("dp2-sample_mean-faults", "tp2-token_mean-faults", "dp2-sample_mean-me
 
 def references(cases: list[str]) -> list[str]:
     """The one process for each case; demonstrations are trained in the closed step alone."""
-    return sorted({reference_of(case) for case in cases if "sft" not in case and "hybrid" not in case})
+    return references_of(case for case in cases if "sft" not in case and "hybrid" not in case)
 
 
 @launches.launch

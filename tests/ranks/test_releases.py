@@ -16,7 +16,6 @@ import pytest
 import rank_cases as cases_of
 import recipe_runs
 from packaging.version import Version
-from processes import gradients, worst_difference
 from rank_cases import ALIKE, BALANCED, FAST, FAULTS, LIMIT, REPLAYED, hybrid, in_pieces
 
 INSTALLED = metadata.version("megatron-core")
@@ -77,19 +76,17 @@ def test_gradients_on_real_ranks_in_other_releases(folder, tmp_path, evidence):
     pieces = known(release, cases_of.PIECES)
     cases = known(release, [*FAST, *cases_of.MTP, *cases_of.DYNAMIC, *(cases_of.MTP_LATER if is_later else [])])
     cases = list(dict.fromkeys([*cases, *pieces, *in_pieces(pieces)]))
-    references = known(release, [*cases_of.REFERENCES, *cases_of.MTP_REFERENCES, *cases_of.MTP_ORACLES])
-    references += cases_of.MTP_LATER_REFERENCES if is_later else []
+    oracles = known(release, [*cases_of.MTP_ORACLES, *(cases_of.MTP_LATER_ORACLES if is_later else [])])
     balanced, replayed = (BALANCED, REPLAYED) if pieces else ([], [])
-    wanted = [*cases, *balanced, *replayed, *SOME_FAULTS], [*references, *cases_of.parts_of(balanced)]
+    references = [*cases_of.references_of([*cases, *replayed], oracles), *cases_of.parts_of(balanced)]
+    wanted = [*cases, *balanced, *replayed, *SOME_FAULTS], references
     with both(tmp_path, *wanted, folder) as (two, one):
         for case in SOME_FAULTS:
             assert all(FAULTS[case] in error["message"] for error in processes.errors(two, case, ranks=2)), case
         found = {processes.report(two, case, rank)["release"] for case in cases for rank in (0, 1)}
         assert {f"megatron-core-{release}" for release in found} == {folder.name}
         cases_of.compare_pieces(two, pieces)
-        oracles = [case for case in references if case.endswith("-oracle")]
-        pairs = [(gradients(one, case.removesuffix("-oracle")), gradients(one, case)) for case in oracles]
-        assert max(worst_difference(*pair) for pair in pairs) < LIMIT
+        cases_of.compare_oracles(one, oracles)
         worst = [cases_of.compare(two, one, [*cases, *replayed])]
         worst += [cases_of.compare_balanced(two, one, balanced)] if balanced else []
         count = len(cases) + len(oracles) + len(balanced) + len(replayed)
@@ -109,7 +106,8 @@ def both(folder: Path, cases: list[str], references: list[str], release: Path) -
     "folder", named("HybridModel, gradients on 2 real ranks equal a GPTModel's", HYBRID), indirect=True
 )
 def test_a_hybrid_models_gradients_in_other_releases(folder, tmp_path, evidence):
-    with both(tmp_path, hybrid(FAST), [*cases_of.REFERENCES, *hybrid(ALIKE)], folder) as (two, one):
+    alone = {*cases_of.references_of(FAST), *ALIKE, *hybrid(ALIKE)}
+    with both(tmp_path, hybrid(FAST), sorted(alone), folder) as (two, one):
         cases_of.compare_alike(one, ALIKE)
         evidence(cases=len(FAST), worst=cases_of.compare(two, one, hybrid(FAST)), tolerance=LIMIT)
 
@@ -119,7 +117,7 @@ def test_gradients_under_fsdp_in_other_releases(folder, tmp_path, evidence):
     release = folder.name.removeprefix("megatron-core-")
     later = cases_of.FSDP_LATER if Version(release) >= Version("0.19.2") else []
     cases = known(release, [*cases_of.FSDP, *later])
-    with both(tmp_path, cases, sorted(set(map(cases_of.reference_of, cases))), folder) as (two, one):
+    with both(tmp_path, cases, cases_of.references_of(cases), folder) as (two, one):
         evidence(cases=len(cases), worst=cases_of.compare(two, one, cases), tolerance=LIMIT)
 
 

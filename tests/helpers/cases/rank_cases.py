@@ -2,7 +2,7 @@
 in."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -27,7 +27,9 @@ def crossed(*parts: str) -> list[str]:
 # t: packed rows, s: sequence parallel, v: two virtual stages, tied: embeddings shared with the head, dist: distributed
 # optimizer, overlap: overlapped gradient reduction, fp32: float32 logits, fused, scaled_exp and recompute: the fused
 # head, experts: a mixture of experts, ep: distributed over data-parallel ranks, uneven: all samples on one
-# data-parallel rank, turns: of tokens with weights, hybrid: a HybridModel of the GPTModel's layers.
+# data-parallel rank, turns: of tokens with weights, hybrid: a HybridModel of the GPTModel's layers, capped: logits with
+# a softcap, by the flag, gemma: by the forward of the output layer, which is detected, kept: samples say what could be
+# sampled, whole: loss terms over a teacher's whole vocabulary, in the fused head.
 FAST = [
     *crossed("dp2", EVERY_MODE),
     *words("""
@@ -84,12 +86,10 @@ FULL = [
 ]
 FULL_4 = crossed(FOUR, EVERY_MODE, ". tied-dist-overlap fused-tied-dist-overlap")
 FULL_4 += crossed("ep4 dp4ep2 ep2pp2 ep2cp2", EVERY_MODE, "experts", ". dist-overlap")
-REFERENCES = crossed("dp1", EVERY_MODE, ". tied gspo experts terms klcov")
-ALIKE = REFERENCES[::7]  # every mode and every option once
-# capped: logits with a softcap, by the flag; gemma: by the forward of the output layer, which is detected
-REFERENCES += [*crossed("dp1", EVERY_MODE, "capped"), "dp1-constant-tied-capped", "dp1-sample_mean-capped-gspo"]
-# mtp and mtp2: one and two depths of multi-token prediction, own: with the weights of the aggregation. A reference in
-# one process for each, which is compared with loops over the samples.
+# with a HybridModel and without: every mode and option once
+ALIKE = words("dp1-sample_mean dp1-prompt_mean-tied dp1-token_mean-gspo dp1-constant-experts")
+# mtp and mtp2: one and two depths of multi-token prediction, own: with the weights of the aggregation, policy: the
+# target is the policy's own distribution
 MTP = words("""
     dp2-token_mean-mtp dp2-token_mean-mtp-uneven dp2t-prompt_mean-mtp-own
     dp2-constant-mtp-fused-dist-overlap dp2-sample_mean-mtp2-own
@@ -110,18 +110,15 @@ MTP_FULL = [
     *words("dp2t-prompt_mean-mtp-own-policy-uneven cp2-constant-mtp2-policy cp2t-constant-mtp-own-policy"),
     *words("tp2-token_mean-mtp-policy-gemma-fused cp2t-token_mean-mtp-policy-gemma"),
 ]
-MTP_REFERENCES = crossed("dp1", EVERY_MODE, "mtp mtp2 mtp-own mtp2-own tied-mtp tied-mtp2 experts-mtp")
-MTP_REFERENCES += ["dp1-token_mean-mtp-hybrid", "dp1-constant-mtp2-hybrid"]
-# policy: the target is the policy's own distribution
-MTP_REFERENCES += words("""
-    dp1-token_mean-mtp-policy dp1-prompt_mean-mtp-own-policy dp1-constant-mtp2-policy dp1-token_mean-mtp2-policy
-    dp1-constant-mtp-own-policy
-""")
-MTP_ORACLES = [f"{case}-oracle" for case in MTP_REFERENCES if "tied" not in case and "experts" not in case]
-MTP_REFERENCES += ["dp1-token_mean-mtp-terms", "dp1-token_mean-mtp-whole", "dp1-token_mean-capped-mtp-policy"]
+# of one process, which are compared with loops over the samples; the default tier has every third
+MTP_ORACLES = [
+    *crossed("dp1", EVERY_MODE, "mtp mtp2 mtp-own mtp2-own", "oracle"),
+    *words("dp1-token_mean-mtp-hybrid-oracle dp1-constant-mtp2-hybrid-oracle"),
+    *crossed("dp1-token_mean-mtp dp1-prompt_mean-mtp-own dp1-constant-mtp2 dp1-constant-mtp-own", "policy-oracle"),
+]
 # apart: the predictions' gradient ends at their own layers, from 0.19.2.
 MTP_LATER = ["dp2-token_mean-mtp-apart", "cp2t-token_mean-mtp-apart-fused", "tp2s-token_mean-mtp-apart-recompute"]
-MTP_LATER_REFERENCES = ["dp1-token_mean-mtp-apart", "dp1-token_mean-mtp-apart-oracle"]
+MTP_LATER_ORACLES = ["dp1-token_mean-mtp-apart-oracle"]
 # plain: Megatron's own losses of multi-token prediction and its divisors, compared with ours.
 MTP_PLAIN = [*crossed("dp2 cp2t pp2", "sample_mean-mtp-plain"), "dp2-sample_mean-mtp-unevenplain"]
 
@@ -141,8 +138,6 @@ PIECES = words("""
     ep2-sample_mean-experts-mtp-fused
 """)
 PIECES_4 = ["ep2pp2v-sample_mean-experts", "ep2pp2v-token_mean-experts-mtp", "ep2pp2v-constant-experts-fused"]
-# whole: loss terms over a teacher's whole vocabulary, in the fused head
-REFERENCES += [*crossed("dp1", EVERY_MODE, "whole"), "dp1-constant-tied-whole"]
 # critic: a value head, with samples that have values and returns
 CRITICS = words("""
     dp2-sample_mean-critic cp2t-token_mean-critic tp2s-token_mean-critic-dist-overlap pp2v-sample_mean-critic
@@ -156,11 +151,6 @@ CRITICS_FULL = [
     *words("tp2ts-prompt_mean-critic-activations dp2-token_mean-critic-uneven"),
 ]
 CRITICS_4 = crossed("dp2cp2t tp2pp2sv dp2tp2s tp2cp2", EVERY_MODE, "critic")
-REFERENCES += [*crossed("dp1", EVERY_MODE, "critic"), "dp1-prompt_mean-rope-critic", "dp1-constant-experts-critic"]
-# kept: samples say what could be sampled
-REFERENCES += crossed("dp1", EVERY_MODE, "kept")
-REFERENCES += crossed("dp1", f"{EVERY_MODE} turn_mean", "turns")
-REFERENCES += ["dp1-sample_mean-experts-replay", "dp1-token_mean-experts-replay", "dp1-sample_mean-experts-choice"]
 # dynamic: every micro-batch is cut over its own ranks; rope: with rotary embeddings, which Megatron's layers slice
 # themselves.
 DYNAMIC = ["dp2t-sample_mean-rope-dynamic", "cp2t-token_mean-rope-dynamic"]
@@ -170,7 +160,6 @@ DYNAMIC_FULL = [
     "dp2t-constant-rope-dynamic-terms",
 ]
 DYNAMIC_4 = crossed("dp4t dp2cp2t dp2tp2ts", EVERY_MODE, "rope", ". recompute-dist-overlap", "dynamic")
-REFERENCES += [*crossed("dp1", EVERY_MODE, "rope"), "dp1-constant-rope-terms"]
 # Megatron-FSDP, which shards everything (mfsdp), gradients and optimizer (mfsdp2), or the optimizer's state (mfsdp1)
 FSDP = words("""
     ep2-token_mean-experts-mfsdp ep2-constant-experts-mfsdp1
@@ -371,10 +360,23 @@ def reference_of(case: str) -> str:
     return "-".join(["dp1", parts[1], *options])
 
 
+def references_of(cases: Iterable[str], oracles: Sequence[str] = ()) -> list[str]:
+    """What one process runs for a comparison with it, and with oracles."""
+    return sorted({*map(reference_of, cases), *oracles, *(case.removesuffix("-oracle") for case in oracles)})
+
+
 def compare(folder, references, cases: list[str]) -> float:
     """Worst gradient error of the cases; every case that misses the limit is named."""
     expected = {name: gradients(references, name) for name in set(map(reference_of, cases))}
     return worst_of({case: worst_difference(gradients(folder, case), expected[reference_of(case)]) for case in cases})
+
+
+def compare_oracles(references, oracles: Sequence[str]) -> float:
+    """Worst gradient error of the cases in one process."""
+    pairs = {
+        case: (gradients(references, case.removesuffix("-oracle")), gradients(references, case)) for case in oracles
+    }
+    return worst_of({case: worst_difference(*pair) for case, pair in pairs.items()})
 
 
 def worst_of(errors: dict[str, float]) -> float:

@@ -224,6 +224,7 @@ def _import() -> dict[str, str]:
     import gc
     import warnings
 
+    import interpreter
     from cpu import cpu_megatron
 
     before = dict(os.environ)
@@ -233,6 +234,7 @@ def _import() -> dict[str, str]:
         for name in IMPORTED:
             importlib.import_module(name)
         _read_arguments_once()
+        interpreter.make_faster()
     gc.collect()
     gc.freeze()
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
