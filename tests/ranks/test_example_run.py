@@ -72,12 +72,11 @@ def taught(folder, full):
     is built in."""
     saved = str(folder / "teacher" / "saved")
     small = ["--bf16", "--prompts-per-rollout", "8", "--global-batch-size", "64", "--micro-batch-size", "32"]
-    small += [] if full else ["--ckpt-format", "torch"]  # the usual format starts processes for every file
-    launch(folder / "teacher", *small, "--save", saved, "--save-interval", "2", "--train-iters", "2")
+    launch(folder / "teacher", *small, "--save", saved, "--save-interval", "2", "--train-iters", "2", ranks=1)
     begins = ["--load", saved, "--finetune", "--no-load-optim", "--no-load-rng", *small]
     begins += ["--warm-up-iters", "0", "--train-iters", "2"]
     terms = ["--pg-term", "teacher:opd,on=rl,weight=0.5,aggregation=token_mean", "--lr-warmup-iters", "0"]
-    return launch(folder / "student", *begins, *terms, "--teacher", saved)
+    return launch(folder / "student", *begins, *terms, "--teacher", saved, ranks=1)
 
 
 @launches.launch
