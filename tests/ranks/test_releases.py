@@ -61,7 +61,7 @@ def check_contract(release: str, cases: int, evidence, *first: Path) -> None:
 
 @pytest.mark.proof("megatron-core, installed release: both contracts exact through forward_step_calc_loss")
 def test_both_contracts_are_exact(full, evidence):
-    check_contract(INSTALLED, 750 if full else 100, evidence)
+    check_contract(INSTALLED, 750 if full else 25, evidence)
 
 
 @pytest.mark.parametrize("folder", named("both contracts exact through forward_step_calc_loss"), indirect=True)
