@@ -1,3 +1,4 @@
+import functools
 import gc
 import os
 from pathlib import Path
@@ -108,6 +109,11 @@ def is_one_of_several(config):
     return hasattr(config, "workerinput")
 
 
+@functools.cache
+def launches_in(file):
+    return "@launches.launch" in file.read_text("utf-8")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import LoadScopeScheduling
@@ -117,7 +123,7 @@ def pytest_xdist_make_scheduler(config, log):
 
         def _split_scope(self, nodeid):
             file = nodeid.partition("::")[0]
-            return "launches" if "@launches.launch" in (config.rootpath / file).read_text("utf-8") else file
+            return "launches" if launches_in(config.rootpath / file) else file
 
     return Files(config, log)
 

@@ -1,4 +1,4 @@
-"""Launches of tests/ranks.py on real processes, and what they left behind."""
+"""Launches of scripts of `tests/ranks/programs` on real processes, and what they left behind."""
 
 import importlib.util
 import json

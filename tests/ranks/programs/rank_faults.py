@@ -1,4 +1,4 @@
-"""Mistakes seeded into one step on real ranks, mostly on rank 1 alone; `tests/ranks.py` asks for them by name."""
+"""Mistakes seeded into one step on real ranks, mostly on rank 1 alone; `ranks.py` asks for them by name."""
 
 import argparse
 import dataclasses
