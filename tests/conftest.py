@@ -1,3 +1,4 @@
+import functools
 import gc
 import os
 from pathlib import Path
@@ -8,6 +9,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so before any test imports one
 
+import interpreter
 import launches  # what they launch has the environment of now
 import proof
 from namespaces import rank_zero, user_code  # noqa: F401, fixtures
@@ -25,13 +27,33 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "proof(row): the test's cases are counted in this row of docs/proof.md")
+    config.addinivalue_line(
+        "markers", "full_tier(reason): the test runs in the full tier only, which `make prove` runs"
+    )
     config.stash[EVIDENCE] = proof.Evidence()
+    interpreter.make_faster()
 
 
 @pytest.fixture(scope="session")
 def full(pytestconfig):
     """True in the full tier, where tests run all the cases that docs/proof.md counts."""
-    return pytestconfig.getoption("--tier") == "full"
+    return is_full(pytestconfig)
+
+
+def is_full(config):
+    return config.getoption("--tier") == "full"
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures, which may launch processes
+def pytest_runtest_setup(item):
+    if (marker := item.get_closest_marker("full_tier")) and not is_full(item.config):
+        pytest.skip(marker.args[0])
+
+
+def jobs_of(item):
+    """The launches that a test waits for, none if it is left out."""
+    is_left_out = item.get_closest_marker("full_tier") and not is_full(item.config)
+    return [] if is_left_out else launches.jobs_of(item)
 
 
 @pytest.fixture
@@ -74,7 +96,7 @@ def small_tiles(monkeypatch):
 @pytest.fixture(scope="session", autouse=True)
 def background(request, tmp_path_factory, full):
     """Launches of real ranks, begun before the first test that runs."""
-    jobs = (job for item in request.session.items for job in launches.jobs_of(item))
+    jobs = (job for item in request.session.items for job in jobs_of(item))
     background = request.config.stash[BACKGROUND] = launches.Background(tmp_path_factory.mktemp, full, jobs)
     if not is_one_of_several(request.config):
         background.begin()
@@ -87,6 +109,11 @@ def is_one_of_several(config):
     return hasattr(config, "workerinput")
 
 
+@functools.cache
+def launches_in(file):
+    return "@launches.launch" in file.read_text("utf-8")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import LoadScopeScheduling
@@ -96,7 +123,7 @@ def pytest_xdist_make_scheduler(config, log):
 
         def _split_scope(self, nodeid):
             file = nodeid.partition("::")[0]
-            return "launches" if "@launches.launch" in (config.rootpath / file).read_text("utf-8") else file
+            return "launches" if launches_in(config.rootpath / file) else file
 
     return Files(config, log)
 
@@ -104,8 +131,8 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Tests that wait for launches come last, or first where a process has nothing else to do."""
-    first = {item.path for item in items if launches.jobs_of(item)} if is_one_of_several(config) else set()
-    items.sort(key=lambda item: (item.path not in first, bool(launches.jobs_of(item))))
+    first = {item.path for item in items if jobs_of(item)} if is_one_of_several(config) else set()
+    items.sort(key=lambda item: (item.path not in first, bool(jobs_of(item))))
 
 
 def pytest_collection_finish(session):
@@ -121,8 +148,9 @@ def pytest_runtest_makereport(item, call):
     report = yield
     marker = item.get_closest_marker("proof")
     if marker:  # setup too: launches of real ranks are fixtures
-        background = item.config.stash.get(BACKGROUND, None)
-        behind, background.seconds = background.seconds, 0.0
+        behind = 0.0
+        if background := item.config.stash.get(BACKGROUND, None):
+            behind, background.seconds = background.seconds, 0.0
         skipped = report.longrepr[2].removeprefix("Skipped: ") if report.skipped else None
         seconds = report.duration + behind
         item.config.stash[EVIDENCE].finish(marker.args[0], passed=report.passed, seconds=seconds, skipped=skipped)

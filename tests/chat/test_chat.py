@@ -21,10 +21,12 @@ PROGRAMS = Path(__file__).parent / "programs"
 FOLDER = Path(os.environ.get("CHAT", ROOT / ".venv" / "chat"))
 MODEL = Path(os.environ.get("MODEL", ROOT / ".venv/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"))
 LAYOUTS = ((1, 1), (2, 2))  # tensor- and pipeline-parallel ranks of the tiny models
+FAST = ((2, 1),)  # every rank imports transformers
 needs_transformers = pytest.mark.skipif(not FOLDER.is_dir(), reason="needs transformers: make .venv/chat, or CHAT=")
 needs_model = pytest.mark.skipif(
     not MODEL.exists(), reason="needs the pretrained model: make prove PART=chat, or MODEL="
 )
+in_full_tier = pytest.mark.full_tier("further models belong to `make prove`")
 FLOATS = ("torch.float32", "torch.bfloat16")
 
 
@@ -55,7 +57,7 @@ def tiny(folder, full):
         (tied, layout): _on_ranks(model, folder / f"{tied}-{layout}.json", *layout)
         for tied in ((True, False) if full else (True,))
         for model in [_tiny(folder / f"tied-{tied}", tied=tied)]
-        for layout in (LAYOUTS if full else LAYOUTS[1:])
+        for layout in (LAYOUTS if full else FAST)
     }
 
 
@@ -75,7 +77,7 @@ def pretrained(folder, full):
 @launches.launch
 def experiment(folder, full):
     """Arms of experiments on a tiny model: trained, trained again and shown."""
-    if not (full and FOLDER.is_dir()):
+    if not FOLDER.is_dir():
         return None
     model, runs = _tiny(folder / "model", tied=True), folder / "runs"
     sizes = "--train-iters 2 --global-batch-size 8 --micro-batch-size 4 --group-size 2 --max-new-tokens 8"
@@ -99,7 +101,7 @@ def experiment(folder, full):
 @launches.launch
 def layouts(folder, full):
     """metrics.jsonl of two steps on a tiny model that imitate, by the layout in the launch script's environment."""
-    if not (full and FOLDER.is_dir()):
+    if not FOLDER.is_dir():
         return None
     model, found = _tiny(folder / "model", tied=True), {}
     sizes = "--train-iters 2 --global-batch-size 8 --micro-batch-size 2 --group-size 2 --max-new-tokens 8"
@@ -144,12 +146,11 @@ def test_in_bfloat16_neither_implementation_is_further_from_float32(everywhere):
         assert 0 < ours <= 1.5 * theirs
 
 
+@in_full_tier
 @needs_transformers
 @needs_model
 @pytest.mark.proof("Chat: logits of SmolLM2 on 200 tokens of text, Megatron's and transformers', absolute")
-def test_logits_of_the_pretrained_model_agree(pretrained, full, evidence):
-    if not full:
-        pytest.skip("in the full tier")
+def test_logits_of_the_pretrained_model_agree(pretrained, evidence):
     found = pretrained[2]
     assert found["torch.float32"]["length"] == 200
     assert found["torch.float32"]["cross_entropy"] < 5  # a broken model has log(49152) = 10.8
@@ -182,12 +183,11 @@ def test_conversations_of_several_turns_are_those_of_the_chat_template(everywher
         assert found["turns"] == {"conversations": 7, "wrong": 0}
 
 
+@in_full_tier
 @needs_transformers
 @needs_model
 @pytest.mark.proof("Chat: GRPO steps of SmolLM2 with eight prompts, with transformers as rollout engine")
-def test_two_steps_of_the_pretrained_model_run(pretrained, full, evidence):
-    if not full:
-        pytest.skip("in the full tier")
+def test_two_steps_of_the_pretrained_model_run(pretrained, evidence):
     out, printed, _ = pretrained
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [record["iteration"] for record in records] == [1, 2]
@@ -207,13 +207,12 @@ def test_two_steps_of_the_pretrained_model_run(pretrained, full, evidence):
     evidence(cases=len(records))
 
 
+@in_full_tier
 @needs_transformers
 @pytest.mark.proof(
     "Chat: log-probabilities and gradient norms of two steps under TP with SP, PP and DP equal one process"
 )
-def test_steps_do_not_depend_on_the_layout(layouts, full, evidence):
-    if not full:
-        pytest.skip("in the full tier")
+def test_steps_do_not_depend_on_the_layout(layouts, evidence):
     (first, *others), errors = layouts.values(), []
     for records in others:
         for name in ("grad_norm", "old_logprobs", "pg_loss"):
@@ -222,14 +221,16 @@ def test_steps_do_not_depend_on_the_layout(layouts, full, evidence):
     evidence(cases=2 * len(others), worst=max(errors), tolerance=1e-5)
 
 
+@in_full_tier
 @needs_transformers
-def test_an_experiment_trains_what_is_missing_and_keeps_the_log_ratios(experiment, full):
-    if not full:
-        pytest.skip("in the full tier")
+def test_an_experiment_trains_what_is_missing_and_keeps_the_log_ratios(experiment):
     (start, first, again, _), table, found, _ = experiment
-    assert start == "times_table: done\n"
-    assert first.count(": done\n") == 6
-    assert again.count(": done before\n") == 6
+    assert start == "times_table: done
+"
+    assert first.count(": done
+") == 6
+    assert again.count(": done before
+") == 6
     assert "| int8, tis | 1 |" in table
     int8, int4 = found["int8, tis"], found["int4, rejection"]
     for summary in (int8, int4):
@@ -240,19 +241,17 @@ def test_an_experiment_trains_what_is_missing_and_keeps_the_log_ratios(experimen
     assert int8["curves"]["rejected_fraction"] == [0, 0]
 
 
+@in_full_tier
 @needs_transformers
-def test_a_sampling_mask_makes_the_log_ratios_of_truncated_sampling_zero(experiment, full):
-    if not full:
-        pytest.skip("in the full tier")
+def test_a_sampling_mask_makes_the_log_ratios_of_truncated_sampling_zero(experiment):
     _, _, found, _ = experiment
     assert found["top-p, mask"]["log_ratios"][0]["max"] < 1e-4
     assert found["top-p, no mask"]["log_ratios"][0]["mean"] < -0.05  # log 0.9 and less
 
 
+@in_full_tier
 @needs_transformers
-def test_demonstrations_are_a_term_of_the_step_and_a_teacher_scores_the_answers(experiment, full):
-    if not full:
-        pytest.skip("in the full tier")
+def test_demonstrations_are_a_term_of_the_step_and_a_teacher_scores_the_answers(experiment):
     _, _, found, conversations = experiment
     assert conversations.count("--- demonstration") == 8
     assert conversations.count("--- reward") == 8

@@ -9,55 +9,49 @@ from collections.abc import Mapping
 
 import pytest
 
-from megatron_pg.args import ArgumentError, ArgumentNotice, ArgumentWarning, add_arguments, validate_args
+from megatron_pg.args import (
+    ArgumentError,
+    ArgumentNotice,
+    ArgumentWarning,
+    add_arguments,
+    default_arguments,
+    validate_args,
+)
 
 # What a dense bf16 run on two data-parallel ranks has after Megatron's own validation.
-MEGATRON_DEFAULTS = {
-    "calculate_per_token_loss": False,
-    "context_parallel_size": 1,
-    "cross_entropy_loss_fusion": False,
+OFF = (
+    "calculate_per_token_loss", "cross_entropy_loss_fusion", "ddp_average_in_collective",
+    "defer_embedding_wgrad_compute", "decrease_batch_size_if_needed", "dynamic_context_parallel", "fp16",
+    "fp8_output_proj", "hybrid_context_parallel", "perform_rl_step", "sft", "use_megatron_fsdp", "use_mup",
+    "use_torch_fsdp2",
+)  # fmt: skip
+ABSENT = (
+    "loss_scale", "moe_z_loss_coeff", "mtp_num_layers", "num_experts", "output_logit_dtype", "rampup_batch_size",
+    "recompute_granularity", "train_samples",
+)  # fmt: skip
+ONE = (
+    "context_parallel_size", "expert_model_parallel_size", "gtp_weight_remat_size",
+    "num_distributed_optimizer_instances", "pipeline_model_parallel_size", "tensor_model_parallel_size",
+)  # fmt: skip
+MEGATRON_DEFAULTS = dict.fromkeys(OFF, False) | dict.fromkeys(ABSENT) | dict.fromkeys(ONE, 1)
+MEGATRON_DEFAULTS |= {
     "cuda_graph_impl": "none",
     "cuda_graph_modules": [],
     "cuda_graph_scope": [],
     "data_parallel_sharding_strategy": "optim_grads_params",
     "data_parallel_size": 2,
     "dataloader_type": "external",
-    "ddp_average_in_collective": False,
-    "defer_embedding_wgrad_compute": False,
-    "decrease_batch_size_if_needed": False,
-    "dynamic_context_parallel": False,
     "eval_interval": 1000,
     "eval_iters": 100,
-    "expert_model_parallel_size": 1,
-    "fp16": False,
-    "fp8_output_proj": False,
     "global_batch_size": 64,
-    "gtp_weight_remat_size": 1,
-    "hybrid_context_parallel": False,
     "iterations_to_skip": [],
-    "loss_scale": None,
     "lr": 1e-6,
     "moe_aux_loss_coeff": 0.0,
     "moe_router_load_balancing_type": "aux_loss",
-    "moe_z_loss_coeff": None,
     "mtp_loss_scaling_factor": 0.1,
-    "mtp_num_layers": None,
-    "num_distributed_optimizer_instances": 1,
-    "num_experts": None,
-    "output_logit_dtype": None,
     "padded_vocab_size": 151936,
     "params_dtype": "torch.bfloat16",  # Megatron has the dtype itself; this module needs no torch
-    "perform_rl_step": False,
-    "pipeline_model_parallel_size": 1,
-    "rampup_batch_size": None,
-    "recompute_granularity": None,
     "seed": 1234,
-    "sft": False,
-    "tensor_model_parallel_size": 1,
-    "train_samples": None,
-    "use_megatron_fsdp": False,
-    "use_mup": False,
-    "use_torch_fsdp2": False,
 }
 
 REDUCER = "user_reducers:turn_mean"
@@ -147,7 +141,7 @@ class CudaGraphScope(enum.Enum):
 
 def arguments(**overrides: object) -> argparse.Namespace:
     """megatron_pg's defaults and Megatron's attributes, with some of them replaced."""
-    args = add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([])
+    args = argparse.Namespace(**default_arguments())
     for name, value in MEGATRON_DEFAULTS.items():
         setattr(args, name, copy.copy(value))
     if unknown := overrides.keys() - vars(args).keys():

@@ -37,41 +37,17 @@ from simulation import LAYOUTS, Layout
 from megatron_pg.kernels import grpo_loss
 from megatron_pg.lm_head import fp32_logits, grpo_head_loss, logprobs_and_entropy
 
-OBJECTIVES = [
-    "grpo",
-    "dual_clip",
-    "gspo",
-    "gspo_token",
-    "cispo",
-    "sapo",
-    "dppo_tv",
-    "dppo_kl",
-    "reinforce",
-    "reinforce_is",
-    "dro",
-    "topr",
-    "topr_token",
-    "ipo",
-    "vespo",
-    "gmpo",
-]
-RANKS = [
-    "dp2-constant",
-    "dp2-token_mean-overlap",
-    "tp2s-token_mean-tied",
-    "pp2v-sample_mean-tied",
-    "cp2t-prompt_mean",
-    "cp2t-token_mean-gspo",
-    "tp2s-constant-fused",
-    "tp2s-token_mean-recompute-tied",
-    "tp2-constant-fp32-dist-overlap",
-    "pp2-prompt_mean-fused-tied",
-    "dp2-constant-fused-dist-overlap",
-    "ep2-token_mean-experts",
-    "dp2t-token_mean-docs",
-    "pp2v-constant-docs",
-    "cp2t-sample_mean-gspo-recompute-docs",
-]
+words = str.split
+OBJECTIVES = words("grpo dual_clip gspo gspo_token cispo sapo dppo_tv dppo_kl reinforce reinforce_is dro topr")
+OBJECTIVES += words("topr_token ipo vespo gmpo")
+RANKS = words(
+    """
+    dp2-constant dp2-token_mean-overlap tp2s-token_mean-tied pp2v-sample_mean-tied cp2t-prompt_mean cp2t-token_mean-gspo
+    tp2s-constant-fused tp2s-token_mean-recompute-tied tp2-constant-fp32-dist-overlap pp2-prompt_mean-fused-tied
+    dp2-constant-fused-dist-overlap ep2-token_mean-experts dp2t-token_mean-docs pp2v-constant-docs
+    cp2t-sample_mean-gspo-recompute-docs
+    """
+)
 RUNS = {
     "constant": "--loss-aggregation constant --loss-aggregation-divisor 6",
     "token_mean": "--loss-aggregation token_mean --pg-metrics with_entropy",
@@ -96,11 +72,7 @@ def _update(content, value: object) -> None:
     if isinstance(value, torch.Tensor):
         value = value.detach().contiguous()
         content.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        content.update(
-            value.view(torch.uint8).numpy().tobytes()
-            if value.dim()
-            else value.reshape(1).view(torch.uint8).numpy().tobytes()
-        )
+        content.update(value.reshape(value.shape or 1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, np.ndarray):
         content.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
     elif isinstance(value, dict):

@@ -28,10 +28,9 @@ def test_every_mutant_names_a_test_that_there_is():
         assert re.search(rf"^def {re.escape(name.partition('[')[0])}\(", text, re.MULTILINE), mutant.test
 
 
+@pytest.mark.full_tier("a test for each of them is run by `make prove`")
 @pytest.mark.proof("Mutants of the source killed by the default tier")
-def test_every_mutant_is_noticed_by_its_test(tmp_path, full, evidence):
-    if not full:
-        pytest.skip("a test for each of them is run by `make prove`")
+def test_every_mutant_is_noticed_by_its_test(tmp_path, evidence):
     found = source_mutants.noticed(tmp_path)
     assert found.pop("") == []  # the tests hold without a mistake
     unnoticed = [what for what, errors in found.items() if not errors]

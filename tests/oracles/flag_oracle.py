@@ -15,22 +15,8 @@ REDUCERS = {"user_reducers:turn_mean": None, "user_nothing:f": "E14", "user_pack
 def refusals(given: Mapping, *, core: tuple[int, ...]) -> list[str]:
     """The ids of the rules that refuse the combination, sorted, once per offending argument; empty when it is
     accepted."""
-    rules = (
-        _mode,
-        _flag,
-        _divisor,
-        _path,
-        _own,
-        _documents,
-        _terms,
-        _objective,
-        _correction,
-        _auxiliary,
-        _denominator,
-        _head,
-        _megatron,
-    )
-    found = [rule for part in rules for rule in part(given)]
+    rules = (_mode, _flag, _divisor, _path, _own, _documents, _terms, _objective, _correction, _auxiliary, _denominator)
+    found = [rule for part in (*rules, _head, _megatron) for rule in part(given)]
     found += _graphs(given) * (core < (0, 19)) + _sharded(given, core)
     return sorted(found)
 

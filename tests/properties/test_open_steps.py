@@ -75,7 +75,7 @@ def open_gradients(step: Arrivals) -> list[torch.Tensor]:
 def test_an_open_step_has_the_gradient_and_metrics_of_the_closed_one(layout, full, evidence):
     rng = random.Random(f"open {layout}")
     contracts = (
-        CONTRACTS * (FULL[layout.world_size] // len(CONTRACTS)) if full else CONTRACTS[EVERY.index(layout) % 2 :: 2]
+        CONTRACTS * (FULL[layout.world_size] // len(CONTRACTS)) if full else CONTRACTS[EVERY.index(layout) % 3 :: 3]
     )
     cases = [step_cases.random_case(rng, aggregation, per_token=flag) for aggregation, flag in contracts]
     steps = [arrivals_of(case, layout, rng, expected_of(case, rng)) for case in cases]
@@ -125,7 +125,7 @@ def rejected_whole(sample: Sample, number: int) -> Sample:
 def test_every_loss_of_an_open_step_equals_the_closed_one(layout, full, evidence):
     rng = random.Random(f"open objectives {layout}")
     cases = []
-    while len(cases) < (FULL[layout.world_size] if full else 4):
+    while len(cases) < (FULL[layout.world_size] if full else 3):
         case = random_open_case(rng)
         if case.asked.denominator != "kept" or step_cases.keeps_some(case):
             cases.append(case)
@@ -162,7 +162,7 @@ def supervised(case: StepCase, rng: random.Random) -> StepCase:
 def test_micro_batches_given_to_close_have_denominators_of_their_own(layout, full, evidence):
     rng = random.Random(f"open rest {layout}")
     cases = []
-    for _ in range(40 if full else 3):
+    for _ in range(40 if full else 2):
         case = step_cases.random_objective_case(rng, "grpo")
         plain = replace(
             case.asked,

@@ -100,10 +100,9 @@ def test_a_killed_and_resumed_run_is_the_run_that_was_not_killed(whole, killed_r
     evidence(cases=20 if full else 1)
 
 
+@pytest.mark.full_tier("further launches belong to `make prove`")
 @pytest.mark.proof("Documents per step: the documents end, in a last partial step or without it, on 2 ranks (runs)")
-def test_the_end_of_the_documents_is_a_clean_end_with_a_checkpoint(whole, tmp_path, full, evidence):
-    if not full:
-        pytest.skip("further launches belong to `make prove`")
+def test_the_end_of_the_documents_is_a_clean_end_with_a_checkpoint(whole, tmp_path, evidence):
     count = (whole / "rollouts.0.jsonl").read_bytes().count(b"\n") - 1
     steps, left = divmod(count, 25)
     assert left
@@ -122,10 +121,9 @@ def test_the_end_of_the_documents_is_a_clean_end_with_a_checkpoint(whole, tmp_pa
     evidence(cases=2)
 
 
+@pytest.mark.full_tier("a further launch belongs to `make prove`")
 @pytest.mark.proof("Documents per step: resuming on another number of ranks is a named error (runs)")
-def test_resuming_with_another_number_of_ranks_is_a_named_error(whole, full, evidence):
-    if not full:
-        pytest.skip("a further launch belongs to `make prove`")
+def test_resuming_with_another_number_of_ranks_is_a_named_error(whole, evidence):
     done = launch(whole, "--load", str(whole / "saved"), ranks=2, check=False)
     assert "the checkpoint has the document positions of 1 data-parallel ranks and this run has 2" in done.stderr
     evidence(cases=1)

@@ -28,9 +28,9 @@ SHORT = example_runs.words_of(
 DIVISORS = (6, 12)
 
 
-def launch(run: Path, *flags: str) -> Path:
-    """One run on two ranks; what it printed is in its folder too."""
-    done = example_runs.launch(run, *SHORT, *flags, ranks=2, WANDB_MODE="offline")
+def launch(run: Path, *flags: str, ranks: int = 2) -> Path:
+    """One run; what it printed is in its folder too."""
+    done = example_runs.launch(run, *SHORT, *flags, ranks=ranks, WANDB_MODE="offline")
     (run / "printed").write_text(done.stdout, encoding="utf-8")
     return run
 
@@ -45,7 +45,7 @@ def sampled(folder, full):
     def from_its_file(divisor: int) -> None:
         constant = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", str(divisor)]
         samples = ["--rollouts", str(run / "rollouts.jsonl"), "--train-iters", "1", "--lr-warmup-iters", "0"]
-        launch(folder / str(divisor), *samples, *constant)
+        launch(folder / str(divisor), *samples, *constant, ranks=1)
 
     beside_each_other(*(partial(from_its_file, divisor) for divisor in DIVISORS))
     return run
@@ -72,21 +72,11 @@ def taught(folder, full):
     is built in."""
     saved = str(folder / "teacher" / "saved")
     small = ["--bf16", "--prompts-per-rollout", "8", "--global-batch-size", "64", "--micro-batch-size", "32"]
-    launch(folder / "teacher", *small, "--save", saved, "--save-interval", "2", "--train-iters", "2")
-    begins = [
-        "--load",
-        saved,
-        "--finetune",
-        "--no-load-optim",
-        "--no-load-rng",
-        "--warm-up-iters",
-        "0",
-        "--train-iters",
-        "2",
-        *small,
-    ]
+    launch(folder / "teacher", *small, "--save", saved, "--save-interval", "2", "--train-iters", "2", ranks=1)
+    begins = ["--load", saved, "--finetune", "--no-load-optim", "--no-load-rng", *small]
+    begins += ["--warm-up-iters", "0", "--train-iters", "2"]
     terms = ["--pg-term", "teacher:opd,on=rl,weight=0.5,aggregation=token_mean", "--lr-warmup-iters", "0"]
-    return launch(folder / "student", *begins, *terms, "--teacher", saved)
+    return launch(folder / "student", *begins, *terms, "--teacher", saved, ranks=1)
 
 
 @launches.launch
@@ -99,9 +89,9 @@ def of_sharp_tokens(folder, full):
 def mixed(folder, full):
     """Runs of the same rollouts, alone and with right answers, which fill their own micro-batches."""
     steps = ["--micro-batch-size", "16", "--train-iters", "2"]
-    beside = ["--global-batch-size", "160", "--demonstrations-per-step", "32", "--pg-term", "sft:ce,weight=0.1"]
-    launch(folder / "alone", *steps)
-    launch(folder / "mixed", *steps, *beside)
+    more = ["--global-batch-size", "160", "--demonstrations-per-step", "32", "--pg-term", "sft:ce,weight=0.1"]
+    launch(folder / "alone", *steps, ranks=1)
+    launch(folder / "mixed", *steps, *more, ranks=1)
     return folder
 
 
@@ -118,7 +108,7 @@ def kept(folder, full):
     layouts |= {"fused": ["--pg-fused-head"]} if full else {}
     for name, head in layouts.items():
         if full:
-            example_runs.launch(folder / f"{name}1", *SHORT, *flags, *head, ranks=1)
+            launch(folder / f"{name}1", *flags, *head, ranks=1)
         launch(folder / f"{name}2", *flags, *head, *two)
     return folder
 
@@ -170,7 +160,7 @@ def test_supervised_samples_leave_the_objective_as_it_is_bit_for_bit(mixed):
     assert both["loss"] == pytest.approx(both["pg_loss"] + 0.1 * both["sft/loss"], rel=1e-6)
     assert both["grad_norm"] != alone["grad_norm"]
     written = read_rollouts(mixed / "mixed" / "rollouts.jsonl")
-    assert [sample.term for sample in written[:160]] == (["rl"] * 64 + ["sft"] * 16) * 2
+    assert [sample.term for sample in written[:160]] == ["rl"] * 128 + ["sft"] * 32
 
 
 def test_what_a_cached_sampler_draws_has_the_probabilities_that_training_gives_it(programs):
@@ -267,10 +257,9 @@ def test_wandb_holds_the_same_names(sampled):
     assert all(name.encode() in content for name in ("pg/pg_loss", "pg/kl_new_old", "pg/aggregation_ess", "pg/reward"))
 
 
+@pytest.mark.full_tier("a further launch belongs to `make prove`")
 @pytest.mark.proof("Determinism: the example on 2 ranks prints the same metrics with the same seed (steps)")
-def test_the_same_seed_twice_gives_the_same_metrics(sampled, tmp_path, full, evidence):
-    if not full:
-        pytest.skip("a further launch belongs to `make prove`")
+def test_the_same_seed_twice_gives_the_same_metrics(sampled, tmp_path, evidence):
     assert steps_of(launch(tmp_path)) == steps_of(sampled)
     evidence(cases=5)
 

@@ -6,7 +6,7 @@ import launches
 import processes
 import pytest
 from processes import gradients, report, worst_difference
-from rank_cases import LIMIT, crossed, reference_of, words
+from rank_cases import LIMIT, crossed, reference_of, references_of, words
 
 FAST = words("""
     dp2-sample_mean dp2-token_mean-dist-overlap dp2-sample_mean-nothing dp2t-constant-sft
@@ -19,27 +19,23 @@ FULL = [
     *crossed("dp2 tp2s", "sample_mean token_mean", "fp32 recompute activations hybrid gspo experts experts-replay"),
 ]
 FULL_4 = crossed("dp2pp2 dp2tp2s dp2cp2t", "sample_mean token_mean", ". fused")
+SCRIPT = "open_ranks.py"
 STEPS = ("", "-open0", "-open1", "-exact")
 OTHERS = ("dp2-sample_mean-faults", "tp2-token_mean-faults", "dp2-sample_mean-memory")
 
 
 def references(cases: list[str]) -> list[str]:
     """The one process for each case; demonstrations are trained in the closed step alone."""
-    return sorted({reference_of(case) for case in cases if "sft" not in case and "hybrid" not in case})
+    return references_of(case for case in cases if "sft" not in case and "hybrid" not in case)
 
 
 @launches.launch
 def results(folder, full):
     """The folders of two ranks and of one."""
-    two, one, cases = folder / "two", folder / "one", [*(FULL if full else FAST)]
-    two.mkdir()
-    one.mkdir()
-    env, script = processes.with_warm_python(processes.environment()), "helpers/runs/open_ranks.py"
-    with processes.finished([processes.start(1, one, references(cases))]):
-        ordered = sorted(cases, key=lambda case: case.split("-")[0])
-        run = processes.on_ranks(2, env, str(processes.TESTS / script), str(two), *ordered, *OTHERS)
-        with processes.finished([run]):
-            return two, one
+    two, one, cases = folder / "two", folder / "one", sorted(FULL if full else FAST)
+    runs = processes.start(1, one, references(cases)), processes.start(2, two, [*cases, *OTHERS], script=SCRIPT)
+    with processes.finished(runs):
+        return two, one
 
 
 def check(folder, one, cases: list[str], ranks: int) -> float:
@@ -71,12 +67,10 @@ def test_open_steps_have_the_gradient_of_the_closed_step_and_of_one_process(resu
     evidence(cases=len(cases) * len(STEPS), worst=check(two, one, cases, ranks=2), tolerance=LIMIT)
 
 
+@pytest.mark.full_tier("four ranks are started by `make prove`")
 @pytest.mark.proof("Open steps, real ranks: every parameter's gradient and report on 4 ranks equal one process")
-def test_open_steps_on_four_ranks_equal_one_process(results, tmp_path, full, evidence):
-    if not full:
-        pytest.skip("four ranks are started by `make prove`")
-    env, script = processes.with_warm_python(processes.environment()), "helpers/runs/open_ranks.py"
-    with processes.finished([processes.on_ranks(4, env, str(processes.TESTS / script), str(tmp_path), *FULL_4)]):
+def test_open_steps_on_four_ranks_equal_one_process(results, tmp_path, evidence):
+    with processes.finished([processes.start(4, tmp_path, FULL_4, script=SCRIPT)]):
         worst = check(tmp_path, results[1], FULL_4, ranks=4)
     evidence(cases=len(FULL_4) * len(STEPS), worst=worst, tolerance=LIMIT)
 

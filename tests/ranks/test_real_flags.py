@@ -150,10 +150,9 @@ def test_flags_of_memory_and_speed_change_no_number(runs, full, evidence):
         evidence(cases=1, worst=worst, tolerance=limit)
 
 
+@pytest.mark.full_tier("further runs belong to `make prove`")
 @pytest.mark.proof("Flags of real scripts: two data-parallel ranks train another model as one does (three steps)")
-def test_flags_of_the_model_train_the_same_on_two_ranks_as_on_one(runs, full, evidence):
-    if not full:
-        pytest.skip("further runs, in the full tier")
+def test_flags_of_the_model_train_the_same_on_two_ranks_as_on_one(runs, evidence):
     for flags in MODELS:
         assert codes(runs[flags, 2]) == codes(runs[flags, 1]) == {0}, flags
         assert difference(runs[flags, 2], runs["", 2]) > 1e-3, flags  # it is another model
@@ -162,10 +161,9 @@ def test_flags_of_the_model_train_the_same_on_two_ranks_as_on_one(runs, full, ev
         evidence(cases=1, worst=worst, tolerance=NOISE)
 
 
+@pytest.mark.full_tier("further runs belong to `make prove`")
 @pytest.mark.proof("Flags of real scripts: what cannot run on a CPU ends with a message, as the page has it")
-def test_flags_that_need_a_gpu_end_with_the_message_of_the_page(runs, full, evidence):
-    if not full:
-        pytest.skip("further runs, in the full tier")
+def test_flags_that_need_a_gpu_end_with_the_message_of_the_page(runs, evidence):
     for flags, message in REFUSED.items():
         assert 0 not in codes(runs[flags, 2]), flags
         assert message in (runs[flags, 2] / "0.err").read_text(encoding="utf-8"), flags

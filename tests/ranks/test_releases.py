@@ -6,40 +6,17 @@ The installed release runs with every test. The others run in the full tier, fro
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
 import processes
 import pytest
+import rank_cases as cases_of
 import recipe_runs
 from packaging.version import Version
-from processes import gradients, worst_difference
-from rank_cases import (
-    ALIKE,
-    BALANCED,
-    DYNAMIC,
-    FAST,
-    FAULTS,
-    FSDP,
-    FSDP_LATER,
-    LIMIT,
-    MTP,
-    MTP_LATER,
-    MTP_LATER_REFERENCES,
-    MTP_ORACLES,
-    MTP_REFERENCES,
-    PIECES,
-    REFERENCES,
-    REPLAYED,
-    compare,
-    compare_alike,
-    compare_balanced,
-    compare_pieces,
-    hybrid,
-    in_pieces,
-    parts_of,
-    reference_of,
-)
+from rank_cases import ALIKE, BALANCED, FAST, FAULTS, LIMIT, REPLAYED, hybrid, in_pieces
 
 INSTALLED = metadata.version("megatron-core")
 OTHERS = ["0.16.1", "0.18.2", "0.19.2"]  # in addition to 0.17.1, which the Makefile installs
@@ -52,18 +29,22 @@ SOME_FAULTS = ["dp2-constant-nan", "pp2-token_mean-raises", "tp2-constant-peers"
 
 def named(row: str, releases: list[str] = OTHERS) -> list:
     """One parameter per other release, each with its own row in docs/proof.md."""
-    return [pytest.param(v, marks=pytest.mark.proof(f"megatron-core {v}: {row}")) for v in releases]
+    alone = pytest.mark.full_tier("other releases run in `make prove`, which installs them")
+    return [pytest.param(v, marks=[alone, pytest.mark.proof(f"megatron-core {v}: {row}")]) for v in releases]
 
 
 @pytest.fixture
-def folder(request, full) -> Path:
+def folder(request) -> Path:
     """Where the release lies."""
-    if not full:
-        pytest.skip("other releases run in `make prove`, which installs them")
     path = processes.ROOT / ".venv" / f"megatron-core-{request.param}"
     if not path.is_dir():
         pytest.skip(f'needs megatron-core {request.param}: make prove RELEASES="{request.param}"')
     return path
+
+
+def known(release: str, cases: list[str]) -> list[str]:
+    """Those that the release can run."""
+    return [case for case in cases if not LACKING.get(release, set()).intersection(case.split("-"))]
 
 
 def check_contract(release: str, cases: int, evidence, *first: Path) -> None:
@@ -80,7 +61,7 @@ def check_contract(release: str, cases: int, evidence, *first: Path) -> None:
 
 @pytest.mark.proof("megatron-core, installed release: both contracts exact through forward_step_calc_loss")
 def test_both_contracts_are_exact(full, evidence):
-    check_contract(INSTALLED, 750 if full else 100, evidence)
+    check_contract(INSTALLED, 750 if full else 25, evidence)
 
 
 @pytest.mark.parametrize("folder", named("both contracts exact through forward_step_calc_loss"), indirect=True)
@@ -90,61 +71,54 @@ def test_both_contracts_are_exact_in_other_releases(folder, evidence):
 
 @pytest.mark.parametrize("folder", named("gradients on 2 real ranks equal one process"), indirect=True)
 def test_gradients_on_real_ranks_in_other_releases(folder, tmp_path, evidence):
-    two, one = tmp_path / "two", tmp_path / "one"
-    two.mkdir()
-    one.mkdir()
     release = folder.name.removeprefix("megatron-core-")
-    cases, pieces, references = (
-        [case for case in names if not LACKING.get(release, set()).intersection(case.split("-"))]
-        for names in ([*FAST, *MTP, *DYNAMIC], PIECES, [*REFERENCES, *MTP_REFERENCES, *MTP_ORACLES])
-    )
-    later = Version(release) >= Version("0.19.2")
-    cases = list(dict.fromkeys([*cases, *(MTP_LATER if later else []), *pieces, *in_pieces(pieces)]))
-    references += MTP_LATER_REFERENCES if later else []
+    is_later = Version(release) >= Version("0.19.2")
+    pieces = known(release, cases_of.PIECES)
+    cases = known(release, [*FAST, *cases_of.MTP, *cases_of.DYNAMIC, *(cases_of.MTP_LATER if is_later else [])])
+    cases = list(dict.fromkeys([*cases, *pieces, *in_pieces(pieces)]))
+    oracles = known(release, [*cases_of.MTP_ORACLES, *(cases_of.MTP_LATER_ORACLES if is_later else [])])
     balanced, replayed = (BALANCED, REPLAYED) if pieces else ([], [])
-    launches = [
-        processes.start(2, two, [*cases, *balanced, *replayed, *SOME_FAULTS], folder),
-        processes.start(1, one, [*references, *parts_of(balanced)], folder),
-    ]
-    with processes.finished(launches):
+    references = [*cases_of.references_of([*cases, *replayed], oracles), *cases_of.parts_of(balanced)]
+    wanted = [*cases, *balanced, *replayed, *SOME_FAULTS], references
+    with both(tmp_path, *wanted, folder) as (two, one):
         for case in SOME_FAULTS:
             assert all(FAULTS[case] in error["message"] for error in processes.errors(two, case, ranks=2)), case
         found = {processes.report(two, case, rank)["release"] for case in cases for rank in (0, 1)}
         assert {f"megatron-core-{release}" for release in found} == {folder.name}
-        compare_pieces(two, pieces)
-        oracles = [case for case in references if case.endswith("-oracle")]
-        assert (
-            max(worst_difference(gradients(one, c.removesuffix("-oracle")), gradients(one, c)) for c in oracles) < LIMIT
-        )
-        worst = [compare(two, one, [*cases, *replayed])] + ([compare_balanced(two, one, balanced)] if balanced else [])
+        cases_of.compare_pieces(two, pieces)
+        cases_of.compare_oracles(one, oracles)
+        worst = [cases_of.compare(two, one, [*cases, *replayed])]
+        worst += [cases_of.compare_balanced(two, one, balanced)] if balanced else []
         count = len(cases) + len(oracles) + len(balanced) + len(replayed)
         evidence(cases=count, worst=max(worst), tolerance=LIMIT)
+
+
+@contextmanager
+def both(folder: Path, cases: list[str], references: list[str], release: Path) -> Iterator[tuple[Path, Path]]:
+    """The folders of two ranks and of one."""
+    two, one = folder / "two", folder / "one"
+    runs = [processes.start(2, two, cases, release), processes.start(1, one, references, release)]
+    with processes.finished(runs):
+        yield two, one
 
 
 @pytest.mark.parametrize(
     "folder", named("HybridModel, gradients on 2 real ranks equal a GPTModel's", HYBRID), indirect=True
 )
 def test_a_hybrid_models_gradients_in_other_releases(folder, tmp_path, evidence):
-    two, one = tmp_path / "two", tmp_path / "one"
-    two.mkdir()
-    one.mkdir()
-    alone = [*REFERENCES, *hybrid(ALIKE)]
-    with processes.finished([processes.start(2, two, hybrid(FAST), folder), processes.start(1, one, alone, folder)]):
-        compare_alike(one, ALIKE)
-        evidence(cases=len(FAST), worst=compare(two, one, hybrid(FAST)), tolerance=LIMIT)
+    alone = {*cases_of.references_of(FAST), *ALIKE, *hybrid(ALIKE)}
+    with both(tmp_path, hybrid(FAST), sorted(alone), folder) as (two, one):
+        cases_of.compare_alike(one, ALIKE)
+        evidence(cases=len(FAST), worst=cases_of.compare(two, one, hybrid(FAST)), tolerance=LIMIT)
 
 
 @pytest.mark.parametrize("folder", named("FSDP, gradients on 2 real ranks equal one process"), indirect=True)
 def test_gradients_under_fsdp_in_other_releases(folder, tmp_path, evidence):
-    two, one = tmp_path / "two", tmp_path / "one"
-    two.mkdir()
-    one.mkdir()
     release = folder.name.removeprefix("megatron-core-")
-    cases = [*FSDP, *(FSDP_LATER if Version(release) >= Version("0.19.2") else [])]
-    cases = [case for case in cases if not LACKING.get(release, set()).intersection(case.split("-"))]
-    alone = sorted(set(map(reference_of, cases)))
-    with processes.finished([processes.start(2, two, cases, folder), processes.start(1, one, alone, folder)]):
-        evidence(cases=len(cases), worst=compare(two, one, cases), tolerance=LIMIT)
+    later = cases_of.FSDP_LATER if Version(release) >= Version("0.19.2") else []
+    cases = known(release, [*cases_of.FSDP, *later])
+    with both(tmp_path, cases, cases_of.references_of(cases), folder) as (two, one):
+        evidence(cases=len(cases), worst=cases_of.compare(two, one, cases), tolerance=LIMIT)
 
 
 @pytest.mark.parametrize("folder", named("recipes, gradients on 2 real ranks equal plain loops"), indirect=True)

@@ -82,10 +82,9 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(whole, cut, evidence):
     evidence(cases=assert_same(cut, whole))
 
 
+@pytest.mark.full_tier("further resumed runs belong to `make prove`")
 @pytest.mark.proof("Resume: from every kind of checkpoint after a crash some steps later, 1 and 2 ranks (tensors)")
-def test_a_run_resumed_after_a_crash_is_the_run_that_did_not_crash(whole, tmp_path, full, evidence):
-    if not full:
-        pytest.skip("further resumed runs belong to `make prove`")
+def test_a_run_resumed_after_a_crash_is_the_run_that_did_not_crash(whole, tmp_path, evidence):
     two = tmp_path / "two"
     crashed = processes.beside_each_other(
         lambda: assert_same(resumed(rewound(trained(two, ranks=2), tmp_path / "two-7", 7), ranks=2), two),
@@ -99,10 +98,9 @@ def resumes_exactly(source: Path, run: Path, step: int) -> int:
     return assert_same(resumed(rewound(source, run, step)), source)
 
 
+@pytest.mark.full_tier("further resumed runs belong to `make prove`")
 @pytest.mark.proof("Resume: rollout files that would be missed or overwritten are named errors")
-def test_a_rollout_file_that_would_be_missed_or_overwritten_is_a_named_error(whole, tmp_path, full, evidence):
-    if not full:
-        pytest.skip("further resumed runs belong to `make prove`")
+def test_a_rollout_file_that_would_be_missed_or_overwritten_is_a_named_error(whole, tmp_path, evidence):
     run = rewound(whole, tmp_path / "run", STOP)
     (run / "rollouts.jsonl").unlink()
     done = launch(run, "--load", str(run / "saved"), check=False)

@@ -17,6 +17,7 @@ SIZES = {"train-iters": 8, "micro-batch-size": 2, "group-size": 4}  # a step hol
 FLAGS = example_runs.words_of(example_runs.FLAGS | SIZES)
 LAYOUTS = {"dp4": (), "tp2dp2": ("--tensor-model-parallel-size", "2")}
 NODES, PER_NODE = 2, 2
+pytestmark = pytest.mark.full_tier("launches on two nodes belong to `make prove`")
 ENDLESS = ("--train-iters", "1000000", "--exact-match-interval", "1000000", "--save-interval", "1000000")
 
 
@@ -37,8 +38,6 @@ def begin_nodes(folder, *flags: str, script: str = "") -> list[subprocess.Popen]
 @launches.launch
 def trained(folder, full):
     """Every layout on two nodes, and on one node."""
-    if not full:
-        return None
 
     def on_two(layout: str, flags: tuple[str, ...]) -> None:
         nodes = begin_nodes(folder / layout, *FLAGS, *flags)
@@ -54,8 +53,6 @@ def trained(folder, full):
 @launches.launch
 def lost(folder, full):
     """Either node disappears, with its launcher, after a step."""
-    if not full:
-        return None
     for victim in range(NODES):
         nodes = begin_nodes(folder / str(victim), *FLAGS, *ENDLESS, script="lost_node_example.py")
         ranks = range(victim * PER_NODE, (victim + 1) * PER_NODE)
@@ -81,8 +78,6 @@ def wait_for_step(folder, nodes) -> None:
     "Two nodes: the example under two launchers writes the metrics and rollouts of one, byte for byte (steps)"
 )
 def test_two_nodes_train_as_one(trained, evidence):
-    if trained is None:
-        pytest.skip("four launches, in the full tier")
     for layout in LAYOUTS:
         one, first = trained / layout / "one", trained / layout / "node0"
         for file in ("metrics.jsonl", "rollouts.jsonl"):
@@ -94,8 +89,6 @@ def test_two_nodes_train_as_one(trained, evidence):
     "Two nodes: the first writes metrics, rollouts and the arguments, the last TensorBoard's file (runs)"
 )
 def test_the_first_node_has_the_files_and_the_last_one_the_curves(trained, evidence):
-    if trained is None:
-        pytest.skip("four launches, in the full tier")
     for layout in LAYOUTS:
         first, last = ({p.name for p in (trained / layout / f"node{node}").iterdir()} for node in range(NODES))
         assert {"metrics.jsonl", "rollouts.jsonl", "arguments.json", "curves.png"} <= first
@@ -108,8 +101,6 @@ def test_the_first_node_has_the_files_and_the_last_one_the_curves(trained, evide
     "Two nodes: one that disappears with its launcher is a named error on every rank of the other (ranks)"
 )
 def test_a_node_that_disappears_is_a_named_error_on_every_other_rank(lost, evidence):
-    if lost is None:
-        pytest.skip("two launches, in the full tier")
     for victim in range(NODES):
         survivor = 1 - victim
         for rank in range(survivor * PER_NODE, (survivor + 1) * PER_NODE):

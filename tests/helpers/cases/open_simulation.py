@@ -17,7 +17,6 @@ from step_cases import StepCase
 
 from megatron_pg.plan.open_plan import OpenPlan
 from megatron_pg.plan.planned_step import PlannedStep
-from megatron_pg.step.loss_scaling import LossScaling
 
 Cells = list[list[int]]  # samples of each micro-batch
 
@@ -70,93 +69,54 @@ def run_steps(steps: Sequence[Arrivals], layout: Layout) -> list[Outcome]:
 
 
 def _run_rank(rank: int, steps: Sequence[Arrivals], layout: Layout) -> list[SimpleNamespace]:
-    kept = ((1, 2), (0, 1), (0, 2))  # coordinates that the members of a group share: data, tensor, context groups
-    groups = [
-        threads.subgroup(lambda r, kept=kept: tuple(layout.coordinates(r)[k] for k in kept), layout.world_size, rank)
-        for kept in kept
-    ]
-    return [_Rank(rank, step, layout, *groups).run() for step in steps]
+    groups = simulation.groups_of(rank, layout)
+    return [_run_rank_step(rank, step, layout, groups) for step in steps]
 
 
-class _Rank:
-    """One rank's open step."""
+def _run_rank_step(rank: int, step: Arrivals, layout: Layout, groups) -> SimpleNamespace:
+    d, case, loss = layout.coordinates(rank)[0], step.case, step.case.loss
+    plan, added = OpenPlan(loss, step.expected), []
+    provisional = [torch.zeros(0, dtype=torch.float64)]
 
-    def __init__(self, rank, step: Arrivals, layout: Layout, data_group, tensor_group, context_group):
-        self.rank, self.step, self.layout = rank, step, layout
-        self.data_group, self.context_group = data_group, context_group
-        self.tensor_group = tensor_group if layout.tensor > 1 else None
-        self.loss = step.case.loss
-        self.kept, self.num_nonfinite = [torch.zeros(0)], 0
+    def train(planned: PlannedStep, cells: Cells) -> SimpleNamespace:
+        return simulation.train(planned, case.logits, cells, loss, layout, rank, groups, is_open=True)
 
-    def run(self) -> SimpleNamespace:
-        d, _, _ = self.layout.coordinates(self.rank)
-        plan, metrics = OpenPlan(self.loss, self.step.expected), self.loss.metrics
-        pieces, partial = [], torch.tensor(metrics.identity(), dtype=torch.float64)
-        provisional = [torch.zeros(0, dtype=torch.float64)]
-        for cells in self.step.adds[d]:
-            planned = plan.add(self._pack(cells), lambda batches: None)
-            provisional.append(planned.plan.denominators)
-            more, own = self._train(planned, cells)
-            pieces, partial = pieces + more, metrics.combine(torch.stack([partial, own]))
-        if self.loss.counts_after_forward:
-            plan.count_kept(torch.cat(self.kept).long())
-        cells = self.step.rest[d]
-        planned = plan.close(lambda: self._pack(cells), lambda batches: None, self.data_group)
-        number = planned.plan.number
-        factor = self.step.expected / number if number else 0.0
-        self._check_denominators(torch.cat(provisional), planned, factor)
-        pieces = [(sample, positions, rows * factor) for sample, positions, rows in pieces]
-        partial = metrics.rescaled(partial, factor)
-        if cells:
-            more, own = self._train(planned, cells)
-            pieces, partial = pieces + more, metrics.combine(torch.stack([partial, own]))
-        return SimpleNamespace(
-            rank=self.rank, pieces=pieces, partial=partial, num_nonfinite=self.num_nonfinite, plan=planned.plan
-        )
+    for cells in step.adds[d]:
+        planned = plan.add(simulation.pack_cells(case.samples, cells, layout), lambda batches: None)
+        provisional.append(planned.plan.denominators)
+        added.append(train(planned, cells))
+    if loss.counts_after_forward:
+        plan.count_kept(torch.cat([torch.zeros(0), *(own for found in added for own in found.kept)]).long())
+    rest = step.rest[d]
+    batches = simulation.pack_cells(case.samples, rest, layout)
+    planned = plan.close(lambda: batches, lambda batches: None, groups[0])
+    number = planned.plan.number
+    factor = step.expected / number if number else 0.0
+    _check_denominators(torch.cat(provisional), planned, factor)
+    pieces = [(sample, where, rows * factor) for found in added for sample, where, rows in found.pieces]
+    partials = [torch.tensor([loss.metrics.identity()], dtype=torch.float64), *(found.partials for found in added)]
+    partial = loss.metrics.rescaled(loss.metrics.combine(torch.cat(partials)), factor)
+    if rest:
+        added.append(train(planned, rest))
+        pieces += added[-1].pieces
+        partial = loss.metrics.combine(torch.cat([partial[None], added[-1].partials]))
+    num_nonfinite = sum(found.num_nonfinite for found in added)
+    return SimpleNamespace(rank=rank, pieces=pieces, partial=partial, num_nonfinite=num_nonfinite, plan=planned.plan)
 
-    def _check_denominators(self, provisional, planned: PlannedStep, factor: float) -> None:
-        """The exchange finds N times what the adds have divided by, but for units that count nothing."""
-        final = planned.plan.denominators[: len(provisional)]
-        counts = torch.isfinite(final)
-        torch.testing.assert_close(provisional[counts], final[counts] * factor, rtol=1e-14, atol=0)
 
-    def _pack(self, cells: Cells):
-        return [simulation._pack([self.step.case.samples[i] for i in cell], self.layout) for cell in cells]
-
-    def _train(self, planned: PlannedStep, cells: Cells):
-        layout, logits = self.layout, self.step.case.logits
-        locals_ = planned.slices(lambda _: self.context_group)
-        tensor_rank = layout.coordinates(self.rank)[2]
-        leaves = [
-            simulation._leaf(local, [logits[i] for i in cell], tensor_rank, layout.tensor, torch.nan)
-            for local, cell in zip(locals_, cells, strict=True)
-        ]
-        scaling = LossScaling(
-            per_token=self.loss.per_token,
-            num_microbatches=len(cells),
-            data_parallel_size=layout.data,
-            context_parallel_size=layout.context,
-            is_open=True,
-        )
-        outputs, _, _ = simulation._schedule(locals_, leaves, scaling, self.loss, layout, self.tensor_group)
-        self.num_nonfinite += sum(int(output.nonfinite[0]) for output in outputs)
-        self.kept += [output.kept for output in outputs if output.kept is not None]
-        rows = zip(locals_, leaves, cells, strict=True)
-        pieces = [piece for each in rows for piece in simulation._sample_rows(*each)]
-        return pieces, self.loss.metrics.combine(torch.stack([output.partial for output in outputs]))
+def _check_denominators(provisional, planned: PlannedStep, factor: float) -> None:
+    """The exchange finds N times what the adds have divided by, but for units that count nothing."""
+    final = planned.plan.denominators[: len(provisional)]
+    counts = torch.isfinite(final)
+    torch.testing.assert_close(provisional[counts], final[counts] * factor, rtol=1e-14, atol=0)
 
 
 def _finalize(results, step: Arrivals, layout: Layout) -> Outcome:
     case = step.case
-    gradients = [torch.zeros_like(table) for table in case.logits]
     reduced = 1.0 if case.loss.per_token else 1.0 / (layout.data * layout.context)
-    for result in results:
-        tensor_rank = layout.coordinates(result.rank)[2]
-        for sample, positions, rows in result.pieces:
-            columns = slice(tensor_rank * rows.shape[1], (tensor_rank + 1) * rows.shape[1])
-            gradients[sample][positions, columns] += rows * reduced
     first = [result for result in results if layout.coordinates(result.rank)[2] == 0]
     partials = torch.stack([result.partial for result in first])
     metrics = case.loss.metrics.finish(case.loss.metrics.combine(partials).tolist(), results[0].plan)
     reported = metrics.get("pg_loss", 0.0)  # Megatron's own report is of one call of the schedule
+    gradients = simulation.gradients_of(results, case.logits, layout, reduced)
     return Outcome(gradients, reported, metrics, sum(result.num_nonfinite for result in first))

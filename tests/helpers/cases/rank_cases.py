@@ -2,8 +2,11 @@
 in."""
 
 import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import product
 
+import pytest
 from processes import gradients, report, worst_difference
 
 from megatron_pg.args import own_arguments
@@ -24,7 +27,9 @@ def crossed(*parts: str) -> list[str]:
 # t: packed rows, s: sequence parallel, v: two virtual stages, tied: embeddings shared with the head, dist: distributed
 # optimizer, overlap: overlapped gradient reduction, fp32: float32 logits, fused, scaled_exp and recompute: the fused
 # head, experts: a mixture of experts, ep: distributed over data-parallel ranks, uneven: all samples on one
-# data-parallel rank, turns: of tokens with weights, hybrid: a HybridModel of the GPTModel's layers.
+# data-parallel rank, turns: of tokens with weights, hybrid: a HybridModel of the GPTModel's layers, capped: logits with
+# a softcap, by the flag, gemma: by the forward of the output layer, which is detected, kept: samples say what could be
+# sampled, whole: loss terms over a teacher's whole vocabulary, in the fused head.
 FAST = [
     *crossed("dp2", EVERY_MODE),
     *words("""
@@ -81,12 +86,10 @@ FULL = [
 ]
 FULL_4 = crossed(FOUR, EVERY_MODE, ". tied-dist-overlap fused-tied-dist-overlap")
 FULL_4 += crossed("ep4 dp4ep2 ep2pp2 ep2cp2", EVERY_MODE, "experts", ". dist-overlap")
-REFERENCES = crossed("dp1", EVERY_MODE, ". tied gspo experts terms klcov")
-ALIKE = REFERENCES[::7]  # every mode and every option once
-# capped: logits with a softcap, by the flag; gemma: by the forward of the output layer, which is detected
-REFERENCES += [*crossed("dp1", EVERY_MODE, "capped"), "dp1-constant-tied-capped", "dp1-sample_mean-capped-gspo"]
-# mtp and mtp2: one and two depths of multi-token prediction, own: with the weights of the aggregation. A reference in
-# one process for each, which is compared with loops over the samples.
+# with a HybridModel and without: every mode and option once
+ALIKE = words("dp1-sample_mean dp1-prompt_mean-tied dp1-token_mean-gspo dp1-constant-experts")
+# mtp and mtp2: one and two depths of multi-token prediction, own: with the weights of the aggregation, policy: the
+# target is the policy's own distribution
 MTP = words("""
     dp2-token_mean-mtp dp2-token_mean-mtp-uneven dp2t-prompt_mean-mtp-own
     dp2-constant-mtp-fused-dist-overlap dp2-sample_mean-mtp2-own
@@ -107,18 +110,15 @@ MTP_FULL = [
     *words("dp2t-prompt_mean-mtp-own-policy-uneven cp2-constant-mtp2-policy cp2t-constant-mtp-own-policy"),
     *words("tp2-token_mean-mtp-policy-gemma-fused cp2t-token_mean-mtp-policy-gemma"),
 ]
-MTP_REFERENCES = crossed("dp1", EVERY_MODE, "mtp mtp2 mtp-own mtp2-own tied-mtp tied-mtp2 experts-mtp")
-MTP_REFERENCES += ["dp1-token_mean-mtp-hybrid", "dp1-constant-mtp2-hybrid"]
-# policy: the target is the policy's own distribution
-MTP_REFERENCES += words("""
-    dp1-token_mean-mtp-policy dp1-prompt_mean-mtp-own-policy dp1-constant-mtp2-policy dp1-token_mean-mtp2-policy
-    dp1-constant-mtp-own-policy
-""")
-MTP_ORACLES = [f"{case}-oracle" for case in MTP_REFERENCES if "tied" not in case and "experts" not in case]
-MTP_REFERENCES += ["dp1-token_mean-mtp-terms", "dp1-token_mean-mtp-whole", "dp1-token_mean-capped-mtp-policy"]
+# of one process, which are compared with loops over the samples; the default tier has every third
+MTP_ORACLES = [
+    *crossed("dp1", EVERY_MODE, "mtp mtp2 mtp-own mtp2-own", "oracle"),
+    *words("dp1-token_mean-mtp-hybrid-oracle dp1-constant-mtp2-hybrid-oracle"),
+    *crossed("dp1-token_mean-mtp dp1-prompt_mean-mtp-own dp1-constant-mtp2 dp1-constant-mtp-own", "policy-oracle"),
+]
 # apart: the predictions' gradient ends at their own layers, from 0.19.2.
 MTP_LATER = ["dp2-token_mean-mtp-apart", "cp2t-token_mean-mtp-apart-fused", "tp2s-token_mean-mtp-apart-recompute"]
-MTP_LATER_REFERENCES = ["dp1-token_mean-mtp-apart", "dp1-token_mean-mtp-apart-oracle"]
+MTP_LATER_ORACLES = ["dp1-token_mean-mtp-apart-oracle"]
 # plain: Megatron's own losses of multi-token prediction and its divisors, compared with ours.
 MTP_PLAIN = [*crossed("dp2 cp2t pp2", "sample_mean-mtp-plain"), "dp2-sample_mean-mtp-unevenplain"]
 
@@ -128,14 +128,16 @@ def hybrid(cases: list[str]) -> list[str]:
     return [f"{case}-hybrid" for case in cases]
 
 
+def in_pieces(cases: list[str]) -> list[str]:
+    return [f"{case}-pieces" for case in cases]
+
+
 # pieces: the model runs by a schedule plan, together with another backward (--overlap-moe-expert-parallel-comm).
 PIECES = words("""
     ep2-sample_mean-experts ep2-token_mean-experts ep2-constant-experts-fused ep2-token_mean-experts-mtp
     ep2-sample_mean-experts-mtp-fused
 """)
 PIECES_4 = ["ep2pp2v-sample_mean-experts", "ep2pp2v-token_mean-experts-mtp", "ep2pp2v-constant-experts-fused"]
-# whole: loss terms over a teacher's whole vocabulary, in the fused head
-REFERENCES += [*crossed("dp1", EVERY_MODE, "whole"), "dp1-constant-tied-whole"]
 # critic: a value head, with samples that have values and returns
 CRITICS = words("""
     dp2-sample_mean-critic cp2t-token_mean-critic tp2s-token_mean-critic-dist-overlap pp2v-sample_mean-critic
@@ -149,11 +151,6 @@ CRITICS_FULL = [
     *words("tp2ts-prompt_mean-critic-activations dp2-token_mean-critic-uneven"),
 ]
 CRITICS_4 = crossed("dp2cp2t tp2pp2sv dp2tp2s tp2cp2", EVERY_MODE, "critic")
-REFERENCES += [*crossed("dp1", EVERY_MODE, "critic"), "dp1-prompt_mean-rope-critic", "dp1-constant-experts-critic"]
-# kept: samples say what could be sampled
-REFERENCES += crossed("dp1", EVERY_MODE, "kept")
-REFERENCES += crossed("dp1", f"{EVERY_MODE} turn_mean", "turns")
-REFERENCES += ["dp1-sample_mean-experts-replay", "dp1-token_mean-experts-replay", "dp1-sample_mean-experts-choice"]
 # dynamic: every micro-batch is cut over its own ranks; rope: with rotary embeddings, which Megatron's layers slice
 # themselves.
 DYNAMIC = ["dp2t-sample_mean-rope-dynamic", "cp2t-token_mean-rope-dynamic"]
@@ -163,7 +160,6 @@ DYNAMIC_FULL = [
     "dp2t-constant-rope-dynamic-terms",
 ]
 DYNAMIC_4 = crossed("dp4t dp2cp2t dp2tp2ts", EVERY_MODE, "rope", ". recompute-dist-overlap", "dynamic")
-REFERENCES += [*crossed("dp1", EVERY_MODE, "rope"), "dp1-constant-rope-terms"]
 # Megatron-FSDP, which shards everything (mfsdp), gradients and optimizer (mfsdp2), or the optimizer's state (mfsdp1)
 FSDP = words("""
     ep2-token_mean-experts-mfsdp ep2-constant-experts-mfsdp1
@@ -295,6 +291,64 @@ FAULTS = {
 }
 
 
+@dataclass(frozen=True)
+class Group:
+    """Cases that are compared with one process."""
+
+    row: str  # of docs/proof.md
+    two: Sequence[str]  # on two ranks
+    full: Sequence[str] = ()  # further ones in the full tier
+    four: Sequence[str] = ()  # on four ranks, in the full tier
+    row_of_four: str = ""
+    has_metrics: bool = True  # which are compared, too
+
+    def cases(self, full: bool) -> list[str]:
+        """On two ranks."""
+        return list(dict.fromkeys([*self.two, *(self.full if full else [])]))
+
+
+PLAIN = Group(
+    "Real ranks: every parameter's gradient on 2 ranks equals one process",
+    FAST, FULL, FULL_4, "Real ranks: every parameter's gradient on 4 ranks equals one process", has_metrics=False,
+)  # fmt: skip
+# The default tier has a fourth of the cases with a HybridModel: its loss is the same code.
+GROUPS = [
+    PLAIN,
+    Group(
+        "Real ranks, documents per step: every parameter's gradient on 2 ranks equals one process",
+        [*DOCUMENTS, *DYNAMIC_DOCUMENTS], DOCUMENTS_FULL, DOCUMENTS_4,
+        "Real ranks, documents per step: every parameter's gradient on DP2 x CP2 equals one process",
+    ),
+    Group(
+        "Real ranks, fused head without logits: every parameter's gradient on 2 ranks equals one process",
+        SCALED_EXP, has_metrics=False,
+    ),
+    Group(
+        "Real ranks, HybridModel: every parameter's gradient on 2 ranks equals one process's GPTModel",
+        hybrid(FAST[::4]), hybrid(FULL), hybrid([case for case in FULL_4 if "-constant" in case]),
+        "Real ranks, HybridModel: every parameter's gradient on 4 ranks equals one process's GPTModel",
+        has_metrics=False,
+    ),
+    Group(
+        "Real ranks, mixture of experts: gradients with replayed experts on 2 ranks equal one process",
+        REPLAYED, REPLAYED_FULL, has_metrics=False,
+    ),
+    Group(
+        "Real ranks, micro-batches on their own ranks: gradient and metrics on 2 ranks equal one process",
+        DYNAMIC, DYNAMIC_FULL, DYNAMIC_4,
+        "Real ranks, micro-batches on their own ranks: gradient and metrics on 4 ranks equal one process",
+    ),
+    Group(
+        "Real ranks, critics: gradient and metrics on 2 ranks equal one process",
+        CRITICS, CRITICS_FULL, CRITICS_4, "Real ranks, critics: gradient and metrics on 4 ranks equal one process",
+    ),
+    Group("Multi-token prediction: every parameter's gradient on 2 ranks equals one process", MTP, MTP_FULL),
+    Group(
+        "Megatron-FSDP: every parameter's gradient on 2 ranks equals one process", FSDP, FSDP_FULL, has_metrics=False
+    ),
+]  # fmt: skip
+
+
 def reference_of(case: str) -> str:
     parts = case.split("-")
     known = words("tied capped gspo experts replay rope mtp mtp2 own policy apart terms whole klcov kept critic turns")
@@ -306,12 +360,50 @@ def reference_of(case: str) -> str:
     return "-".join(["dp1", parts[1], *options])
 
 
+def references_of(cases: Iterable[str], oracles: Sequence[str] = ()) -> list[str]:
+    """What one process runs for a comparison with it, and with oracles."""
+    return sorted({*map(reference_of, cases), *oracles, *(case.removesuffix("-oracle") for case in oracles)})
+
+
 def compare(folder, references, cases: list[str]) -> float:
     """Worst gradient error of the cases; every case that misses the limit is named."""
     expected = {name: gradients(references, name) for name in set(map(reference_of, cases))}
-    worst = {case: worst_difference(gradients(folder, case), expected[reference_of(case)]) for case in cases}
-    assert {case: error for case, error in worst.items() if not error <= LIMIT} == {}
-    return max(worst.values())
+    return worst_of({case: worst_difference(gradients(folder, case), expected[reference_of(case)]) for case in cases})
+
+
+def compare_oracles(references, oracles: Sequence[str]) -> float:
+    """Worst gradient error of the cases in one process."""
+    pairs = {
+        case: (gradients(references, case.removesuffix("-oracle")), gradients(references, case)) for case in oracles
+    }
+    return worst_of({case: worst_difference(*pair) for case, pair in pairs.items()})
+
+
+def worst_of(errors: dict[str, float]) -> float:
+    assert {case: error for case, error in errors.items() if not error <= LIMIT} == {}
+    return max(errors.values())
+
+
+def compare_metrics(folder, references, cases: list[str], ranks: int) -> None:
+    """Every rank reports the metrics of one process; of a step of documents also their counts."""
+    for case in cases:
+        expected = report(references, reference_of(case), 0)
+        first, *others = (report(folder, case, rank) | {"reported": None} for rank in range(ranks))
+        assert all(other == first for other in others), case
+        assert first["num_tokens"] == expected["num_tokens"], case
+        metrics = without_documents(first) if "docs" in case.split("-") else first["metrics"]
+        assert metrics == pytest.approx(expected["metrics"], rel=2e-5, abs=2e-6), case
+
+
+def without_documents(found: dict) -> dict:
+    """The metrics without the counts of documents, which are those of one step after which nothing is left."""
+    metrics = dict(found["metrics"])
+    total = metrics["num_documents"]
+    assert found["farewell"] == f"the documents have ended: {total} were trained"
+    assert metrics.pop("num_microbatches") > 1
+    counts = {"num_documents": total, "documents_seen": total, "documents_surplus": 0, "documents_waiting": 0}
+    assert {name: metrics.pop(name) for name in counts} == counts
+    return metrics
 
 
 def compare_alike(folder, cases: list[str]) -> None:
@@ -327,10 +419,6 @@ def compare_pieces(folder, cases: list[str]) -> float:
     errors = {case: worst_difference(gradients(folder, f"{case}-pieces"), gradients(folder, case)) for case in cases}
     assert {case: error for case, error in errors.items() if error > (LIMIT if "mtp" in case else 0)} == {}
     return max(errors.values(), default=0.0)
-
-
-def in_pieces(cases: list[str]) -> list[str]:
-    return [f"{case}-pieces" for case in cases]
 
 
 def parts_of(cases: list[str]) -> list[str]:
@@ -352,8 +440,7 @@ def compare_balanced(folder, parts, cases: list[str]) -> float:
             for name in found[0]
         }
         worst[case] = worst_difference(gradients(folder, case), expected)
-    assert {case: error for case, error in worst.items() if not error <= LIMIT} == {}
-    return max(worst.values())
+    return worst_of(worst)
 
 
 def _is_packed(case: str) -> bool:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import threads
 import torch
+import torch.distributed as dist
 from cpu import cpu_megatron
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.transformer import TransformerConfig
@@ -146,41 +147,68 @@ def run_steps(steps: Sequence[Step], layout: Layout) -> list[Outcome]:
     return [_finalize(results, step, layout) for step, *results in zip(steps, *ranks, strict=True)]
 
 
-def _run_rank(rank: int, steps: Sequence[Step], layout: Layout) -> list[SimpleNamespace]:
-    data_group = threads.subgroup(lambda r: layout.coordinates(r)[1:], layout.world_size, rank)
-    tensor_group = threads.subgroup(lambda r: layout.coordinates(r)[:2], layout.world_size, rank)
-    context_group = threads.subgroup(lambda r: layout.coordinates(r)[::2], layout.world_size, rank)
-    return [_run_rank_step(rank, step, layout, data_group, tensor_group, context_group) for step in steps]
-
-
-def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_group, context_group) -> SimpleNamespace:
-    d, _, t = layout.coordinates(rank)
-    samples, logits, loss, cells = step.samples, step.logits, step.loss, step.cells
-    batches = step.batches[d] if step.batches else [_pack([samples[i] for i in cell], layout) for cell in cells[d]]
-    rule = replace(loss.plan_rule, numbers_may_repeat=False)  # one process has numbered the samples
-    planned = PlannedStep.of(lambda: batches, loss, group=data_group, rule=rule)
-    locals_ = planned.slices(lambda _: context_group)
-    leaves = [
-        _leaf(local, [logits[i] for i in cell], t, layout.tensor, step.filling)
-        for local, cell in zip(locals_, cells[d], strict=True)
+def groups_of(rank: int, layout: Layout) -> list[dist.ProcessGroup]:
+    """The data-, tensor- and context-parallel groups of a rank."""
+    shared = ((1, 2), (0, 1), (0, 2))  # coordinates that the members of each have in common
+    return [
+        threads.subgroup(lambda r, own=own: tuple(layout.coordinates(r)[k] for k in own), layout.world_size, rank)
+        for own in shared
     ]
-    scaling = LossScaling(
+
+
+def _run_rank(rank: int, steps: Sequence[Step], layout: Layout) -> list[SimpleNamespace]:
+    groups = groups_of(rank, layout)
+    return [_run_rank_step(rank, step, layout, groups) for step in steps]
+
+
+def _run_rank_step(rank: int, step: Step, layout: Layout, groups: Sequence[dist.ProcessGroup]) -> SimpleNamespace:
+    d, loss = layout.coordinates(rank)[0], step.loss
+    cells = step.cells[d]
+    batches = step.batches[d] if step.batches else pack_cells(step.samples, cells, layout)
+    rule = replace(loss.plan_rule, numbers_may_repeat=False)  # one process has numbered the samples
+    planned = PlannedStep.of(lambda: batches, loss, group=groups[0], rule=rule)
+    found = train(planned, step.logits, cells, loss, layout, rank, groups, filling=step.filling)
+    found.plan = planned.plan
+    return found
+
+
+def train(
+    planned: PlannedStep,
+    logits: Sequence[Tensor],
+    cells: Sequence[Sequence[int]],
+    loss: LossSettings,
+    layout: Layout,
+    rank: int,
+    groups: Sequence[dist.ProcessGroup],
+    *,
+    filling: float = math.nan,
+    **scaling,
+) -> SimpleNamespace:
+    """A rank's micro-batches through Megatron's schedule; `logits` are those of all samples of the step."""
+    tensor_rank = layout.coordinates(rank)[2]
+    locals_ = planned.slices(lambda _: groups[2])
+    leaves = [
+        _leaf(local, [logits[i] for i in cell], tensor_rank, layout.tensor, filling)
+        for local, cell in zip(locals_, cells, strict=True)
+    ]
+    scale = LossScaling(
         per_token=loss.per_token,
-        num_microbatches=len(batches),
+        num_microbatches=len(cells),
         data_parallel_size=layout.data,
         context_parallel_size=layout.context,
+        **scaling,
     )
-    group = tensor_group if layout.tensor > 1 else None
-    outputs, reports, counted = _schedule(locals_, leaves, scaling, loss, layout, group)
-    pieces = [_sample_rows(local, leaf, cell) for local, leaf, cell in zip(locals_, leaves, cells[d], strict=True)]
+    tensor_group = groups[1] if layout.tensor > 1 else None
+    outputs, reports, counted = _schedule(locals_, leaves, scale, loss, layout, tensor_group)
+    rows = zip(locals_, leaves, cells, strict=True)
     return SimpleNamespace(
         rank=rank,
-        pieces=pieces,
+        pieces=[piece for each in rows for piece in _sample_rows(*each)],
         reports=reports,
         counted=counted,
+        kept=[output.kept for output in outputs if output.kept is not None],
         partials=torch.stack([output.partial for output in outputs]),
         num_nonfinite=sum(int(output.nonfinite[0]) for output in outputs),
-        plan=planned.plan,
     )
 
 
@@ -223,6 +251,10 @@ def _schedule(locals_, leaves, scaling: LossScaling, loss: LossSettings, layout:
     return outputs, reports, int(finalized[0]) if scaling.per_token else 0
 
 
+def pack_cells(samples: Sequence[Sample], cells: Sequence[Sequence[int]], layout: Layout) -> list[PackedBatch]:
+    return [_pack([samples[i] for i in cell], layout) for cell in cells]
+
+
 def _pack(samples: Sequence[Sample], layout: Layout) -> PackedBatch:
     filling = layout.padding * 2 * layout.context * layout.tensor
     if layout.qkv_format == "bshd":
@@ -254,26 +286,28 @@ def _sample_rows(local, leaf: Tensor, cell: Sequence[int]) -> list[tuple[int, Te
     return [(sample, positions[index == i], gradient[index == i]) for i, sample in enumerate(cell)]
 
 
-def _finalize(results, step: Step, layout: Layout) -> Outcome:
-    logits, loss = step.logits, step.loss
-    counted = sum(r.counted for r in results if layout.coordinates(r.rank)[2] == 0)
-    factor = 1.0 / counted if loss.per_token else 1.0 / (layout.data * layout.context)
+def gradients_of(results, logits: Sequence[Tensor], layout: Layout, factor: float) -> list[Tensor]:
+    """[n, V] of every sample, the sum over all ranks, times a factor."""
     gradients = [torch.zeros_like(table) for table in logits]
-    numerator = denominator = 0.0
     for result in results:
-        t = layout.coordinates(result.rank)[2]
-        for pieces in result.pieces:
-            for sample, positions, rows in pieces:
-                shard = rows.shape[1]
-                gradients[sample][positions, t * shard : (t + 1) * shard] += rows * factor
-        if t == 0:
-            numerator += sum(float(report["pg_loss"][0]) for report in result.reports)
-            denominator += sum(float(report["pg_loss"][1]) for report in result.reports)
-    partials = torch.cat([r.partials for r in results if layout.coordinates(r.rank)[2] == 0])
+        tensor_rank = layout.coordinates(result.rank)[2]
+        for sample, positions, rows in result.pieces:
+            columns = slice(tensor_rank * rows.shape[1], (tensor_rank + 1) * rows.shape[1])
+            gradients[sample][positions, columns] += rows * factor
+    return gradients
+
+
+def _finalize(results, step: Step, layout: Layout) -> Outcome:
+    loss, first = step.loss, [r for r in results if layout.coordinates(r.rank)[2] == 0]
+    counted = sum(result.counted for result in first)
+    factor = 1.0 / counted if loss.per_token else 1.0 / (layout.data * layout.context)
+    gradients = gradients_of(results, step.logits, layout, factor)
+    numerator, denominator = (
+        sum(sum(float(report["pg_loss"][k]) for report in result.reports) for result in first) for k in (0, 1)
+    )
     idle = torch.tensor(loss.metrics.identity(), dtype=torch.float64).repeat(
         (layout.pipeline - 1) * layout.world_size, 1
     )
-    partials = torch.cat([idle, partials])
+    partials = torch.cat([idle, *(result.partials for result in first)])
     metrics = loss.metrics.finish(loss.metrics.combine(partials).tolist(), results[0].plan)
-    num_nonfinite = sum(r.num_nonfinite for r in results if layout.coordinates(r.rank)[2] == 0)
-    return Outcome(gradients, numerator / denominator, metrics, num_nonfinite)
+    return Outcome(gradients, numerator / denominator, metrics, sum(result.num_nonfinite for result in first))

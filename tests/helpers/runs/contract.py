@@ -1,6 +1,6 @@
 """Megatron's own scaling of a returned loss, over random layouts: every form of the contract must come out exact.
 
-    python tests/contract.py CASES
+    python tests/helpers/runs/contract.py CASES
 
 runs on the megatron-core that is importable and prints the figures as JSON. The schedule's part is Megatron's real
 `forward_step_calc_loss`; DDP's factor (1/(D·C) with the flag off; FSDP2's with the flag on too) and finalize's division

@@ -1,4 +1,4 @@
-"""Launches of tests/ranks.py on real processes, and what they left behind."""
+"""Launches of scripts of `tests/ranks/programs` on real processes, and what they left behind."""
 
 import importlib.util
 import json
@@ -127,10 +127,11 @@ def beside_each_other(*jobs: Callable) -> list:
         return [future.result() for future in [pool.submit(job) for job in jobs]]
 
 
-def start(processes: int, out: Path, cases: Sequence[str], *first: Path) -> subprocess.Popen:
+def start(size: int, out: Path, cases: Sequence[str], *first: Path, script: str = "ranks.py") -> subprocess.Popen:
     """Run the cases on this many ranks; `first` are folders that come before all others, such as another Megatron."""
+    out.mkdir(exist_ok=True)
     env = environment(*first) if first else with_warm_python(environment())
-    return on_ranks(processes, env, str(TESTS / "ranks/programs/ranks.py"), str(out), *cases)
+    return on_ranks(size, env, str(TESTS / "ranks/programs" / script), str(out), *cases)
 
 
 @contextmanager

@@ -64,10 +64,6 @@ def _is_echo(error: BaseException) -> bool:
 
 
 def subgroup(members_of: Callable[[int], object], world_size: int, rank: int) -> dist.ProcessGroup:
-    """The group of the ranks that `members_of` maps to the same key as `rank`; every rank must call."""
-    mine = None
-    for key in sorted({members_of(r) for r in range(world_size)}):
-        group = dist.new_group([r for r in range(world_size) if members_of(r) == key])
-        if members_of(rank) == key:
-            mine = group
-    return mine
+    """The group of the ranks that `members_of` maps to the same key as `rank`; all of them must call."""
+    members = [r for r in range(world_size) if members_of(r) == members_of(rank)]
+    return dist.new_group(members, use_local_synchronization=True)

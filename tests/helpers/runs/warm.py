@@ -6,9 +6,11 @@ executable waits for it, passes signals on and ends as it does. PYTHONPATH may h
 environment that imports anything else it is the plain interpreter.
 """
 
+import argparse
 import array
 import atexit
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -222,6 +224,7 @@ def _import() -> dict[str, str]:
     import gc
     import warnings
 
+    import interpreter
     from cpu import cpu_megatron
 
     before = dict(os.environ)
@@ -230,9 +233,22 @@ def _import() -> dict[str, str]:
         cpu_megatron.enable()
         for name in IMPORTED:
             importlib.import_module(name)
+        _read_arguments_once()
+        interpreter.make_faster()
     gc.collect()
     gc.freeze()
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
+
+
+def _read_arguments_once() -> None:
+    """Megatron reads and parses its own source for the help texts of its arguments, twice in every rank."""
+    from megatron.training import argument_utils, arguments
+
+    factory = argument_utils.ArgumentGroupFactory
+    read = functools.partial(factory._get_field_docstrings, object.__new__(factory))
+    known = functools.cache(read)
+    factory._get_field_docstrings = lambda self, source: known(source)
+    arguments.add_megatron_arguments(argparse.ArgumentParser())
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def drawn(layout: Layout, block: int) -> list[CriticCase]:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_loss_gradients_and_metrics_of_a_critic_equal_the_oracle(layout, full, evidence):
     for block in range(FULL[layout.world_size] // 20 if full else 1):
-        cases, rng = drawn(layout, block)[: 20 if full else 10], random.Random(block)
+        cases, rng = drawn(layout, block)[: 20 if full else 5], random.Random(block)
         found = simulation.run_steps([case.step(layout, rng) for case in cases], layout)
         errors = [case.errors(outcome, layout) for case, outcome in zip(cases, found, strict=True)]
         bad = {

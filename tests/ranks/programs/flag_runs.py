@@ -11,15 +11,14 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import forked
 import torch
 import train_grpo
 
-AT_A_TIME = 2  # cases
 
-
-def run_child(rank: int, size: int, port: int, folder: Path, flags: list[str]) -> None:
+def run_child(rank: int, size: int, port: int, folder: Path, flags: list[str]) -> NoReturn:
     """One rank. It exits as the example does."""
     forked.become(rank, size, port, folder)
     files = {"run-dir": folder, "megatron-log": folder / f"{rank}.log", "tensorboard-dir": folder / "tensorboard"}
@@ -33,22 +32,20 @@ def run_child(rank: int, size: int, port: int, folder: Path, flags: list[str]) -
 
 
 def run_all(cases: dict[str, list], out: Path) -> None:
-    waiting, running = list(zip(cases.items(), forked.begin_stores(len(cases)), strict=True)), {}
-    codes: dict[str, dict[int, int]] = {name: {} for name in cases}
-    while waiting or running:
-        while waiting and len({name for name, _ in running.values()}) < AT_A_TIME:
-            (name, (size, *flags)), port = waiting.pop(0)
-            (out / name).mkdir()
-            for rank in range(size):
-                pid = os.fork()
-                if pid == 0:
-                    run_child(rank, size, port, out / name, flags)
-                running[pid] = (name, rank)
-        pid, status = os.wait()
-        name, rank = running.pop(pid)
-        codes[name][rank] = os.waitstatus_to_exitcode(status)
-        text = json.dumps([codes[name].get(rank) for rank in range(cases[name][0])])
-        (out / name / "exit_codes").write_text(text, encoding="utf-8")
+    sizes = {name: size for name, (size, *_) in cases.items()}
+    codes = {name: [None] * size for name, size in sizes.items()}
+    for name in cases:
+        (out / name).mkdir()
+
+    def child(name: str, rank: int, port: int) -> NoReturn:
+        size, *flags = cases[name]
+        run_child(rank, size, port, out / name, flags)
+
+    def ended(name: str, rank: int, code: int, _: forked.Running) -> None:
+        codes[name][rank] = code
+        (out / name / "exit_codes").write_text(json.dumps(codes[name]), encoding="utf-8")
+
+    forked.run_all(sizes, child, ended, at_a_time=4)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import forked
 import lost_in_step  # enables the CPU before lost_in_pretrain asks for it
@@ -32,7 +33,7 @@ from megatron_pg.metrics.file import MetricsFile
 AT_A_TIME = 8  # ranks
 
 
-def run_child(case: Case, rank: int, port: int, folder: Path) -> None:
+def run_child(case: Case, rank: int, port: int, folder: Path) -> NoReturn:
     """One rank, with the environment that a launcher gives it, and its own error output. It exits as a script does."""
     os.chdir(folder)
     forked.become(rank, case.size, port, folder)
@@ -46,26 +47,20 @@ def run_child(case: Case, rank: int, port: int, folder: Path) -> None:
 
 def run_all(cases: list[Case], out: Path) -> None:
     """Run the cases, a few at the same time; result.json of each says how and when its ranks ended."""
-    waiting, running, ended = (
-        list(zip(cases, forked.begin_stores(len(cases)), strict=True)),
-        {},
-        {case: {} for case in cases},
-    )
-    while waiting or running:
-        while waiting and (not running or len(running) + waiting[0][0].size <= AT_A_TIME):
-            case, port = waiting.pop(0)
-            (out / case.name).mkdir()
-            for rank in range(case.size):
-                pid = os.fork()
-                if pid == 0:
-                    run_child(case, rank, port, out / case.name)
-                running[pid] = (case, rank)
-        pid, status = os.waitpid(-1, 0)
-        case, rank = running.pop(pid)
-        ended[case][rank] = {"exit code": os.waitstatus_to_exitcode(status), "time": time.time()}
+    ended: dict[Case, dict] = {case: {} for case in cases}
+    for case in cases:
+        (out / case.name).mkdir()
+
+    def child(case: Case, rank: int, port: int) -> NoReturn:
+        run_child(case, rank, port, out / case.name)
+
+    def on_end(case: Case, rank: int, code: int, running: forked.Running) -> None:
+        ended[case][rank] = {"exit code": code, "time": time.time()}
         if len(ended[case]) == case.size:
             save_result(case, out / case.name, ended[case])
         end_stopped_ranks(running, ended)
+
+    forked.run_all({case: case.size for case in cases}, child, on_end, at_a_time=AT_A_TIME)
 
 
 def end_stopped_ranks(running: dict, ended: dict) -> None:

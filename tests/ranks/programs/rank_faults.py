@@ -1,4 +1,4 @@
-"""Mistakes seeded into one step on real ranks, mostly on rank 1 alone; `tests/ranks.py` asks for them by name."""
+"""Mistakes seeded into one step on real ranks, mostly on rank 1 alone; `ranks.py` asks for them by name."""
 
 import argparse
 import dataclasses
@@ -19,6 +19,7 @@ from megatron_pg import add_value_head
 from megatron_pg.batch import pack
 from megatron_pg.declarations.corrections import PENALTY
 from megatron_pg.declarations.loss_terms import AS_POLICY, LossTerm
+from megatron_pg.kernels import LossTerms
 from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections.correction import Correction
 from megatron_pg.plan.settings import LossSettings, metrics_of
@@ -34,45 +35,43 @@ def on_rank_1() -> bool:
 
 
 def settings(fault: str, loss: LossSettings) -> LossSettings:
-    if fault == "reducer":
-        return dataclasses.replace(loss, reducer=breaking_reducer)
-    if fault == "flag":
-        return dataclasses.replace(loss, per_token=False)
-    if fault == "depths":
-        return dataclasses.replace(loss, mtp_depths=2)
-    if fault == "columns":
-        return dataclasses.replace(loss, vocab_size=VOCABULARY + 1)
-    if fault == "noref":
-        return dataclasses.replace(
-            loss, terms=dataclasses.replace(loss.terms, further=kl_and_entropy(kl_coef=0.1, kl_estimator="k3"))
-        )
-    if fault == "kepttaught":
-        teacher = LossTerm(name="teacher", kind="ce", aggregation="token_mean", on="rl")
-        return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, further=(teacher,)))
-    if fault == "noteacher":
-        teacher = LossTerm(name="teacher", kind="opd", aggregation="token_mean", on="rl", estimator="k2")
-        return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, further=(teacher,)))
-    if fault == "wholecolumns":
-        return dataclasses.replace(loss, teacher_head=dataclasses.replace(loss.teacher_head, rows=VOCABULARY - 1))
-    if fault.startswith("topk"):
-        wide = LossTerm(name="wide", kind="topk_forward_kl", aggregation="token_mean", on="rl", tail_floor=1e-6)
-        return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, further=(wide,)))
-    if fault == "norollout":
-        return dataclasses.replace(loss, correction=Correction(name="tis", low=0.0, high=2.0))
-    if fault == "huge":
-        return dataclasses.replace(loss, correction=Correction(name="clip_cov", low=1.0, high=5.0, fraction=0.1))
-    if fault == "klcov":  # no fault: tokens that are chosen from the whole step
-        penalty = LossTerm(name=PENALTY, kind=PENALTY, weight=0.5, on="rl", aggregation=AS_POLICY, estimator="abs")
-        terms = dataclasses.replace(loss.terms, objective=objective_of("reinforce_is"), further=(penalty,))
-        correction = Correction(name=PENALTY, fraction=0.25, coef=0.5)
-        metrics = metrics_of("with_entropy", terms, correction)
-        return dataclasses.replace(loss, correction=correction, terms=terms, metrics=metrics)
-    if fault == "gspo":  # no fault: a term of whole sequences and one with its own weights
-        gspo = objective_of("gspo", clip_eps_low=0.9, clip_eps_high=9.0)
-        return dataclasses.replace(
-            loss, terms=dataclasses.replace(loss.terms, objective=gspo, further=kl_and_entropy(entropy_coef=0.1))
-        )
-    return loss
+    """The settings with the fault; those of klcov and gspo are no mistakes."""
+    on_rl = {"aggregation": "token_mean", "on": "rl"}
+    further = {
+        "noref": lambda: kl_and_entropy(kl_coef=0.1, kl_estimator="k3"),
+        "kepttaught": lambda: [LossTerm(name="teacher", kind="ce", **on_rl)],
+        "noteacher": lambda: [LossTerm(name="teacher", kind="opd", estimator="k2", **on_rl)],
+        "topk": lambda: [LossTerm(name="wide", kind="topk_forward_kl", tail_floor=1e-6, **on_rl)],
+    }
+    changes = {
+        "reducer": lambda: {"reducer": breaking_reducer},
+        "flag": lambda: {"per_token": False},
+        "depths": lambda: {"mtp_depths": 2},
+        "columns": lambda: {"vocab_size": VOCABULARY + 1},
+        "wholecolumns": lambda: {"teacher_head": dataclasses.replace(loss.teacher_head, rows=VOCABULARY - 1)},
+        "norollout": lambda: {"correction": Correction(name="tis", low=0.0, high=2.0)},
+        "huge": lambda: {"correction": Correction(name="clip_cov", low=1.0, high=5.0, fraction=0.1)},
+        "klcov": lambda: _penalty(loss),
+        "gspo": lambda: {"terms": _sequences(loss)},
+    }
+    name = "topk" if fault.startswith("topk") else fault
+    if name in further:
+        return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, further=tuple(further[name]())))
+    return dataclasses.replace(loss, **changes[name]()) if name in changes else loss
+
+
+def _penalty(loss: LossSettings) -> dict[str, object]:
+    """Tokens that are chosen from the whole step."""
+    penalty = LossTerm(name=PENALTY, kind=PENALTY, weight=0.5, on="rl", aggregation=AS_POLICY, estimator="abs")
+    terms = dataclasses.replace(loss.terms, objective=objective_of("reinforce_is"), further=(penalty,))
+    correction = Correction(name=PENALTY, fraction=0.25, coef=0.5)
+    return {"correction": correction, "terms": terms, "metrics": metrics_of("with_entropy", terms, correction)}
+
+
+def _sequences(loss: LossSettings) -> LossTerms:
+    """A term of whole sequences and one with its own weights."""
+    gspo = objective_of("gspo", clip_eps_low=0.9, clip_eps_high=9.0)
+    return dataclasses.replace(loss.terms, objective=gspo, further=kl_and_entropy(entropy_coef=0.1))
 
 
 def breaking_reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):

@@ -37,32 +37,12 @@ LOSSES = {
     "zloss": {"moe_z_loss_coeff": 0.01},
 }
 ACTIVATIONS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+words = str.split
 OPTIONS = (
-    *(
-        "tied",
-        "dist",
-        "overlap",
-        "fp32",
-        "fused",
-        "scaled_exp",
-        "recompute",
-        "experts",
-        "hybrid",
-        "mtp",
-        "mtp2",
-        "own",
-        "policy",
-        "apart",
-        "capped",
-        "gemma",
-        "pieces",
-        "terms",
-        "kept",
-        "whole",
-        "critic",
-        "turns",
-    ),
-    *(*LOSSES, "activations", "replay", "choice", "rope", "dynamic", *FSDP),
+    *words("tied dist overlap fp32 fused scaled_exp recompute experts hybrid mtp mtp2 own policy apart capped gemma"),
+    *words("pieces terms kept whole critic turns activations replay choice rope dynamic"),
+    *LOSSES,
+    *FSDP,
 )
 
 

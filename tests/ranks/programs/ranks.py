@@ -1,6 +1,6 @@
 """Real Megatron ranks over gloo: a script that runs a list of cases and leaves their results as files.
 
-    python -m torch.distributed.run --nproc-per-node 2 tests/ranks.py OUT_DIR case [case …]
+    python -m torch.distributed.run --nproc-per-node 2 tests/ranks/programs/ranks.py OUT_DIR case [case …]
 
 Starting processes is what costs, so one launch runs many cases: `tp2s-constant-tied` trains one step of that layout and
 aggregation and saves the gradients, `dp2-constant-docs` takes the same samples as one step of `--docs-per-step`,

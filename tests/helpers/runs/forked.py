@@ -4,9 +4,13 @@ one."""
 import json
 import os
 import sys
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 import torch
+
+Running = dict[int, tuple[Hashable, int]]  # case and rank, by process
 
 
 def begin_stores(count: int) -> list[int]:
@@ -35,3 +39,27 @@ def become(rank: int, size: int, port: int, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def run_all(
+    sizes: Mapping[Hashable, int],
+    run_child: Callable[[Hashable, int, int], NoReturn],
+    on_end: Callable[[Hashable, int, int, Running], None],
+    *,
+    at_a_time: int,
+) -> None:
+    """Run cases on so many ranks each, with at most `at_a_time` ranks at the same time or one case.
+
+    A rank calls `run_child(case, rank, port)`; `on_end(case, rank, exit code, running)` is called when it has ended.
+    """
+    waiting, running = list(zip(sizes.items(), begin_stores(len(sizes)), strict=True)), {}
+    while waiting or running:
+        while waiting and (not running or len(running) + waiting[0][0][1] <= at_a_time):
+            (case, size), port = waiting.pop(0)
+            for rank in range(size):
+                if (pid := os.fork()) == 0:
+                    run_child(case, rank, port)
+                running[pid] = case, rank
+        pid, status = os.wait()
+        case, rank = running.pop(pid)
+        on_end(case, rank, os.waitstatus_to_exitcode(status), running)

@@ -1,6 +1,6 @@
 """Open steps on real ranks over gloo, each compared with the closed step of the same model and wrapper.
 
-    torchrun ... open_ranks.py OUT CASE...
+    torchrun ... tests/ranks/programs/open_ranks.py OUT CASE...
 
 A case is one of `ranks.py`, `dp2-constant-dist-overlap`. Its model runs an open step, a closed one, open steps with
 other guesses of N, splits and micro-batches that are given to close, steps that fail and are abandoned, and closed
