@@ -122,6 +122,50 @@ def _average(sequences, slot, known, count, num_sequences, SUM: tl.constexpr):
     return (tl.load(sequences.sums + SUM * num_sequences + slot, known, 0.0) / count).to(tl.float32)
 
 
+@triton.jit
+def _of_sequences(
+    logprob,
+    values,
+    sequences,
+    results,
+    rows,
+    row,
+    here,
+    live,
+    num_sequences,
+    numbers,
+    opsm_threshold,
+    TOKEN_KERNEL: tl.constexpr,
+    OPSM: tl.constexpr,
+    ONE_WEIGHT: tl.constexpr,
+):
+    """Loss, slope and fields of tokens whose objective reads sequences; stores what the sequence says of them."""
+    slot = tl.load(sequences.slots + row, here, num_sequences)
+    known = slot < num_sequences
+    count = tl.load(sequences.counts + slot, known, 1.0)
+    log_ratio = _average(sequences, slot, known, count, num_sequences, LOG_RATIO)
+    advantage = _average(sequences, slot, known, count, num_sequences, ADVANTAGE)
+    own = _average(sequences, slot, known, count, num_sequences, OWN)
+    numbers = numbers + (log_ratio, advantage, count.to(tl.float32), own)
+    policy, slope = TOKEN_KERNEL(logprob, values.old_logprob, values.advantage, numbers)
+    policy = tl.where(live, policy, 0.0)  # a token that is not trained has a sequence, too
+    slope = tl.where(live, slope, 0.0)
+    tl.store(results + 6 * rows + row, log_ratio, here)
+    tl.store(results + 7 * rows + row, advantage, here)
+    if OPSM:
+        drift = _average(sequences, slot, known, count, num_sequences, DRIFT)
+        kept = ((values.advantage < 0) & (drift > opsm_threshold)) == 0
+        policy = tl.where(kept, policy, 0.0)
+        slope = tl.where(kept, slope, 0.0)
+        tl.store(results + 8 * rows + row, kept.to(tl.float32), here)
+    if ONE_WEIGHT:
+        weight = tl.where(live, _average(sequences, slot, known, count, num_sequences, WEIGHT), 0.0)
+        values = FieldValues(
+            values.old_logprob, values.advantage, weight, values.other_logprob, values.kl_weight, values.bonus_weight
+        )
+    return policy, slope, values
+
+
 @triton.jit(do_not_specialize=["rows", "num_sequences"])
 def surrogate_kernel(
     logprobs,
@@ -154,34 +198,10 @@ def surrogate_kernel(
     logprob = tl.load(logprobs + row, live, 0.0)
     entropy = tl.load(entropies + row, live, 0.0) if BONUS else 0.0
     if SEQUENCES:
-        slot = tl.load(sequences.slots + row, here, num_sequences)
-        known = slot < num_sequences
-        count = tl.load(sequences.counts + slot, known, 1.0)
-        log_ratio = _average(sequences, slot, known, count, num_sequences, LOG_RATIO)
-        advantage = _average(sequences, slot, known, count, num_sequences, ADVANTAGE)
-        own = _average(sequences, slot, known, count, num_sequences, OWN)
-        numbers = numbers + (log_ratio, advantage, count.to(tl.float32), own)
-        policy, slope = TOKEN_KERNEL(logprob, values.old_logprob, values.advantage, numbers)
-        policy = tl.where(live, policy, 0.0)  # a token that is not trained has a sequence, too
-        slope = tl.where(live, slope, 0.0)
-        tl.store(results + 6 * rows + row, log_ratio, here)
-        tl.store(results + 7 * rows + row, advantage, here)
-        if OPSM:
-            drift = _average(sequences, slot, known, count, num_sequences, DRIFT)
-            kept = ((values.advantage < 0) & (drift > opsm_threshold)) == 0
-            policy = tl.where(kept, policy, 0.0)
-            slope = tl.where(kept, slope, 0.0)
-            tl.store(results + 8 * rows + row, kept.to(tl.float32), here)
-        if ONE_WEIGHT:
-            weight = tl.where(live, _average(sequences, slot, known, count, num_sequences, WEIGHT), 0.0)
-            values = FieldValues(
-                values.old_logprob,
-                values.advantage,
-                weight,
-                values.other_logprob,
-                values.kl_weight,
-                values.bonus_weight,
-            )
+        places = (results, rows, row, here, live, num_sequences)
+        policy, slope, values = _of_sequences(
+            logprob, values, sequences, *places, numbers, opsm_threshold, TOKEN_KERNEL, OPSM, ONE_WEIGHT
+        )
     else:
         policy, slope = TOKEN_KERNEL(logprob, values.old_logprob, values.advantage, numbers)
     loss, slope, bend, kl = loss_terms(policy, slope, logprob, entropy, values, coefficients, KL, BONUS)

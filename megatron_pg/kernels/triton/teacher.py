@@ -326,6 +326,60 @@ def _pair_gradient(
 
 
 @triton.jit
+def _factors(
+    row, a, e, g, entropies, centers, total, log_s, teacher_total, log_w, FORM: tl.constexpr, NUMBERS: tl.constexpr
+):
+    """Constant, bend, a and pull of `_pair_gradient`, from a row's upstream gradients times c ln2."""
+    constant = -(a + e * (tl.load(entropies + row) - LN2 * log_s) + g * tl.load(centers + row)) / total
+    if FORM == "forward_kl":
+        pull = g / teacher_total
+    elif FORM == "reverse_kl":
+        pull = g * LN2 / total
+        constant -= pull * (log_s - log_w)
+    else:
+        pull = g * LN2 * NUMBERS[1] / total
+    return constant, -e * LN2 / total, a, pull
+
+
+@triton.jit
+def _write_block(
+    z_row,
+    y_row,
+    g_row,
+    column,
+    inside,
+    valid,
+    columns,
+    of_row,
+    UNROLL: tl.constexpr,
+    FORM: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    CAP: tl.constexpr,
+):
+    """Writes the gradient of a block's tiles, the first of which has the columns `column`."""
+    TILE: tl.constexpr = column.shape[0] * column.shape[1]
+    dtype: tl.constexpr = g_row.dtype.element_ty
+    if inside:
+        of_student = ()
+        of_teacher = ()
+        for k in tl.static_range(UNROLL):
+            of_student = of_student + (tl.load(z_row + k * TILE),)
+            of_teacher = of_teacher + (tl.load(y_row + k * TILE),)
+        for k in tl.static_range(UNROLL):
+            at = column + k * TILE
+            out = _pair_gradient(of_student[k], of_teacher[k], at, *of_row, FORM, NUMBERS, CAP)
+            tl.store(g_row + k * TILE, out.to(dtype))
+    else:
+        for k in tl.static_range(UNROLL):
+            at = column + k * TILE
+            here = at < valid
+            z = tl.load(z_row + k * TILE, mask=here, other=float("-inf"))
+            y = tl.load(y_row + k * TILE, mask=here, other=float("-inf"))
+            out = _pair_gradient(z, y, at, *of_row, FORM, NUMBERS, CAP)
+            tl.store(g_row + k * TILE, tl.where(here, out, 0.0).to(dtype), mask=at < columns)
+
+
+@triton.jit
 def gradient_kernel(
     students,
     teachers,
@@ -375,36 +429,13 @@ def gradient_kernel(
     g = tl.load(by_divergences + row) * (c * LN2)
     log_s = tl.log2(total)
     log_w = tl.log2(teacher_total)
-    constant = -(a + e * (tl.load(entropies + row) - LN2 * log_s) + g * tl.load(centers + row)) / total
-    if FORM == "forward_kl":
-        pull = g / teacher_total
-    elif FORM == "reverse_kl":
-        pull = g * LN2 / total
-        constant -= pull * (log_s - log_w)
-    else:
-        pull = g * LN2 * NUMBERS[1] / total
-    factors = (constant, -e * LN2 / total, a, pull)
+    of_row = (row, a, e, g, entropies, centers, total, log_s, teacher_total, log_w)
+    factors = _factors(*of_row, FORM, NUMBERS)
     ends = (tl.load(peaks + row), tl.load(teacher_peaks + row), log_s, log_w)
     z_row = students + row * student_stride + start + offsets
     y_row = teachers + row * teacher_stride + start + offsets
     g_row = gradients + row * gradient_stride + start + offsets
     column = offsets + start
-    dtype: tl.constexpr = gradients.dtype.element_ty
-    if start + TILE * UNROLL <= valid:  # then no mask, which no vector may share
-        of_student = ()
-        of_teacher = ()
-        for k in tl.static_range(UNROLL):
-            of_student = of_student + (tl.load(z_row + k * TILE),)
-            of_teacher = of_teacher + (tl.load(y_row + k * TILE),)
-        for k in tl.static_range(UNROLL):
-            at = column + k * TILE
-            out = _pair_gradient(of_student[k], of_teacher[k], at, target, c, ends, factors, FORM, NUMBERS, CAP)
-            tl.store(g_row + k * TILE, out.to(dtype))
-    else:
-        for k in tl.static_range(UNROLL):
-            at = column + k * TILE
-            here = at < valid
-            z = tl.load(z_row + k * TILE, mask=here, other=float("-inf"))
-            y = tl.load(y_row + k * TILE, mask=here, other=float("-inf"))
-            out = _pair_gradient(z, y, at, target, c, ends, factors, FORM, NUMBERS, CAP)
-            tl.store(g_row + k * TILE, tl.where(here, out, 0.0).to(dtype), mask=at < columns)
+    inside = start + TILE * UNROLL <= valid  # then no mask, which no vector may share
+    block = (column, inside, valid, columns, (target, c, ends, factors))
+    _write_block(z_row, y_row, g_row, *block, UNROLL, FORM, NUMBERS, CAP)

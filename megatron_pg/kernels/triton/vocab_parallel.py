@@ -343,8 +343,12 @@ def _tile_gradient(tile, column, target, c, factors, BENDS: tl.constexpr, KIND: 
 
 
 @triton.jit
-def _slopes(row, target, c, total, vocab_size, by_logprobs, by_entropies, grad_loss):
-    """a and e of a row: its upstream gradients times c ln2."""
+def _slopes(row, target, c, totals, vocab_size, by_logprobs, by_entropies, grad_loss):
+    """a and e of the gradient of a row, and its total.
+
+    a (delta_j - p_j) - e p_j (log p_j + H),   a, e = by_logprobs, by_entropies times grad_loss c ln2
+    """
+    total = tl.load(totals + row)
     exists = (target >= 0) & (target < vocab_size) & (total > 0) & (total < float("inf"))
     scale = c * LN2
     if grad_loss is not None:
@@ -354,7 +358,7 @@ def _slopes(row, target, c, total, vocab_size, by_logprobs, by_entropies, grad_l
     e = 0.0
     if by_entropies is not None:
         e = tl.load(by_entropies + row) * scale
-    return a, e
+    return a, e, total
 
 
 @triton.jit
@@ -369,11 +373,12 @@ def _write_block(
     valid,
     columns,
     UNROLL: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    SHIFTED: tl.constexpr,
     BENDS: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Writes the gradient of a block's tiles, of which `column` is the first; masked ones `TOGETHER` at a time."""
+    """Writes the gradient of a block's tiles, the first of which has the columns `column`."""
+    TOGETHER: tl.constexpr = 1 if SHIFTED else UNROLL  # where loads are scalar, more would take the registers
     TILE: tl.constexpr = column.shape[0] * column.shape[1]
     dtype: tl.constexpr = g_row.dtype.element_ty
     if inside:
@@ -437,13 +442,9 @@ def gradient_kernel(
     SHIFTED: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """One block of one row: 2^x (constant + bend x) with x = z c - peak, and a more at the target.
+    """One block of one row: 2^x (constant + bend x) with x = z c - peak, and a more at the target; z are capped.
 
-    Constant, bend and a are factors [rows, 3]. Without factors the gradient is
-
-        c ln2 (a (delta_j - p_j) - e p_j (log p_j + H)),   a, e = by_logprobs, by_entropies times grad_loss
-
-    Both are by z, and go through the softcap.
+    Constant, bend and a are factors [rows, 3]; without them they are those of `_slopes` and `row_factors`.
     The last row comes first: `statistics_kernel` read it last, so it may still be in the L2 cache.
     """
     TILE: tl.constexpr = THREADS * WORDS
@@ -454,8 +455,7 @@ def gradient_kernel(
     target = tl.load(targets + row)
     is_read = tl.load(mask + row) != 0
     if factors is None:
-        total = tl.load(totals + row)
-        a, e = _slopes(row, target, c, total, vocab_size, by_logprobs, by_entropies, grad_loss)
+        a, e, total = _slopes(row, target, c, totals, vocab_size, by_logprobs, by_entropies, grad_loss)
         is_read = is_read & ((a != 0) | (e != 0))
     target -= first
     z_start, lead = _row_start(row, logits_stride, WORDS, SHIFTED)
@@ -470,9 +470,7 @@ def gradient_kernel(
         else:
             constant, bend = tl.load(factors + row * 3), tl.load(factors + row * 3 + 1)
             a = tl.load(factors + row * 3 + 2)
-        of_row = (tl.load(peaks + row), constant, bend, a)
-        TOGETHER: tl.constexpr = 1 if SHIFTED else UNROLL  # where loads are scalar, more would take the registers
-        block = (column, target, c, of_row, inside, valid, columns)
-        _write_block(z_row, g_row, *block, UNROLL, TOGETHER, BENDS, KIND)
+        of_row = (column, target, c, (tl.load(peaks + row), constant, bend, a))
+        _write_block(z_row, g_row, *of_row, inside, valid, columns, UNROLL, SHIFTED, BENDS, KIND)
     else:
         _write_zeros(g_row, column, inside, columns, UNROLL)
