@@ -18,7 +18,6 @@ from megatron_pg.kernels.triton.segments import (
     LOG_RATIO,
     OWN,
     WEIGHT,
-    SequenceFields,
     SequencePointers,
     sequence_fields,
 )
@@ -69,9 +68,7 @@ class _Surrogate(torch.autograd.Function):
     def forward(ctx, logprobs, entropy, policy_loss):
         found, slope, bend = loss_and_slopes(policy_loss, logprobs, entropy)
         ctx.save_for_backward(slope, bend)
-        ctx.set_materialize_grads(False)  # skip materializing zeros: one launch per unused gradient
-        ctx.mark_non_differentiable(*(values for values in found.per_token if values is not None))
-        return found.loss, *found.per_token
+        return found.for_autograd(ctx)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -98,19 +95,18 @@ def _evaluate(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> _Pe
     """The values of one launch, or two."""
     constants, terms = term_constants(policy_loss), policy_loss.terms
     mask, of_objective = policy_loss.fields.mask, terms.objective.reads_sequences
+    sequences, of_sequences = SequencePointers(mask, mask, mask), {"OPSM": False, "ONE_WEIGHT": False}
     if terms.reads_sequences:
-        sequences = sequence_fields(policy_loss, logprobs)
-    else:
-        sequences = SequenceFields(SequencePointers(mask, mask, mask), {"OPSM": False, "ONE_WEIGHT": False})
+        sequences, of_sequences = sequence_fields(policy_loss, logprobs)
     is_found = [True, True, True, True, constants["BONUS"], constants["KL"] is not None]
     is_found += [of_objective, of_objective, terms.opsm_anchor is not None]
     out = torch.empty(len(is_found), len(logprobs), dtype=torch.float32, device=logprobs.device)
     if len(logprobs):
-        read = logprobs, entropy, field_pointers(policy_loss), sequences.pointers
+        read = logprobs, entropy, field_pointers(policy_loss), sequences
         numbers = numbers_of(policy_loss), coefficients_of(policy_loss)
         scalars = 1.0 / terms.grad_divisor, terms.opsm_threshold or 0.0
-        options = constants | {"SEQUENCES": terms.reads_sequences} | sequences.constants | FUSED
-        sizes = len(logprobs), sequences.pointers.sums.shape[-1]
+        options = constants | {"SEQUENCES": terms.reads_sequences} | of_sequences | FUSED
+        sizes = len(logprobs), sequences.sums.shape[-1]
         launch = surrogate_kernel[(triton.cdiv(len(logprobs), BLOCK),)]
         launch(*read, out, *sizes, *numbers, *scalars, **options, BLOCK=BLOCK)
     return _PerToken._make(values if known else None for values, known in zip(out.unbind(), is_found, strict=True))

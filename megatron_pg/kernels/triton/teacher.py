@@ -16,7 +16,16 @@ from typing_extensions import override
 
 from megatron_pg.kernels.readers import Slopes, filled
 from megatron_pg.kernels.teacher import TeacherLogits, TeacherReader, TeacherRowStatistics
-from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, LOWEST, logprob_and_entropy, softcapped, through_cap
+from megatron_pg.kernels.triton.tiles import (
+    FLOOR,
+    FUSED,
+    LN2,
+    LOWEST,
+    logprob_and_entropy,
+    softcapped,
+    through_cap,
+    times,
+)
 from megatron_pg.kernels.triton.vocab_parallel import COMBINE_ROWS, READ, Walk, log2_scale
 from megatron_pg.kernels.vocabulary import Vocabulary
 
@@ -76,12 +85,6 @@ def _sums_of(rows: TeacherRowStatistics) -> tuple[Tensor, ...]:
 
 
 @triton.jit
-def _times(power, value):
-    """Their product; 0 where the power is 0."""
-    return tl.where(power == 0, 0.0, power * value)
-
-
-@triton.jit
 def rescale(m, s, t, n, w, x, peak, top, FORM: tl.constexpr):
     """s, t, w and x, rebased from the maxima (m, n) to (peak, top)."""
     drop = m - peak
@@ -110,9 +113,9 @@ def add_pairs(m, s, t, n, w, x, students, teachers, c, FORM: tl.constexpr):
         of_student = tl.exp2(d)
         of_teacher = tl.exp2(u)
         if FORM == "forward_kl":
-            x += tl.sum(_times(of_teacher, u - d), axis=1)
+            x += tl.sum(times(of_teacher, u - d), axis=1)
         elif FORM == "reverse_kl":
-            x += tl.sum(_times(of_student, d - u), axis=1)
+            x += tl.sum(times(of_student, d - u), axis=1)
         s += tl.sum(of_student, axis=1)
         t += tl.sum(of_student * tl.maximum(d, LOWEST), axis=1)
         w += tl.sum(of_teacher, axis=1)
@@ -250,8 +253,8 @@ def add_mixtures(of_p, of_q, students, teachers, c, ends, NUMBERS: tl.constexpr)
         log_p = tl.fma(teachers[k], c, -n) - log_w
         over_q, over_p, share_q, share_p = _over_mixture(log_q, log_p, NUMBERS)
         larger = tl.exp2(tl.maximum(log_q, log_p))
-        of_p += tl.sum(_times(larger * share_p, over_p), axis=1)
-        of_q += tl.sum(_times(larger * share_q, over_q), axis=1)
+        of_p += tl.sum(times(larger * share_p, over_p), axis=1)
+        of_q += tl.sum(times(larger * share_q, over_q), axis=1)
     return of_p, of_q
 
 
@@ -318,10 +321,10 @@ def _pair_gradient(
     if FORM == "forward_kl":
         gradient -= tl.exp2(u) * pull
     elif FORM == "reverse_kl":
-        gradient += _times(power, (d - u) * pull)
+        gradient += times(power, (d - u) * pull)
     else:
         over_q, _, _, _ = _over_mixture(d - log_s, u - log_w, NUMBERS)
-        gradient += _times(power, over_q * pull)
+        gradient += times(power, over_q * pull)
     return through_cap(tl.where(column == target, gradient + a, gradient), z, CAP)
 
 

@@ -101,7 +101,8 @@ def test_a_kernel_that_does_not_is_left_out_with_a_warning(launches, monkeypatch
     spilling: list = []
     monkeypatch.setattr(in_torch, "_compute", wrongly)
     if what == "spills":
-        monkeypatch.setattr(self_test.single_pass, "launch", _with_spills(self_test.single_pass.launch))
+        launch = _with_spills(self_test.single_pass.loss_and_gradient)
+        monkeypatch.setattr(self_test.single_pass, "loss_and_gradient", launch)
     told = {
         "gradients": "another gradient",
         "results": "another logprobs",
