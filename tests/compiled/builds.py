@@ -143,7 +143,7 @@ def single_pass() -> Iterator[Build]:
             programs=shape.programs,
             least={"wide_stores": 1, "wide_copies": 1},
             is_gluon=True,
-            is_default=columns == 2048 and (bool(estimator) or cap is not None),
+            is_default=columns == 2048 and bool(estimator),
         )
 
 
@@ -200,7 +200,7 @@ def rows() -> Iterator[Build]:
                 even=() if shifted else ("valid", "columns", *STRIDES),
                 threads=1024 if cap is None else 640,  # what keeps enough loads in flight
                 least={"wide_loads": constants["UNROLL"] * (1 if shifted else 2)},
-                is_default=dtype == "bf16" and not shifted and number in (1, 2),
+                is_default=dtype == "bf16" and not shifted and cap is None and number in (1, 2),
             )
 
 
@@ -307,7 +307,7 @@ def scaled_exp() -> Iterator[Build]:
             threads=32 * tiles.warps * tiles.programs,
             programs=tiles.programs,
             least={"tensor_cores": 1, "tile_loads": 1, "tile_stores": 1},
-            is_default=width == 1024,
+            is_default=width == 1024 and cap is None,
         )
 
 
