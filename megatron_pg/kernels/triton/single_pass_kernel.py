@@ -383,23 +383,13 @@ def _finish_next_row(
 
 
 @gluon.jit
-def _load_token(
-    row,
-    live,
-    logits,
-    targets,
-    fields,
-    columns,
-    logits_stride,
-    KIND: gl.constexpr,
-    KL: gl.constexpr,
-    BONUS: gl.constexpr,
-):
+def _load_token(row, live, source, KIND: gl.constexpr, KL: gl.constexpr, BONUS: gl.constexpr):
     """Column and logit of the target, and the values of the loss terms; 0 where the row is not live.
 
     A target outside the vocabulary has the logit NaN, so loss and gradient of its row are NaN, and no address outside
     the row is read.
     """
+    logits, targets, fields, columns, logits_stride = source
     target = gl.load(targets + row, mask=live, other=0)
     exists = (target >= 0) & (target < columns)
     column = gl.where(exists, target, 0)
@@ -410,22 +400,12 @@ def _load_token(
 
 
 @gluon.jit
-def _row_loss(
-    statistics,
-    token,
-    c,
-    numbers,
-    coefficients,
-    grad_scale,
-    zero,
-    TOKEN_KERNEL: gl.constexpr,
-    KL: gl.constexpr,
-    BONUS: gl.constexpr,
-):
+def _row_loss(statistics, token, of_loss, TOKEN_KERNEL: gl.constexpr, KL: gl.constexpr, BONUS: gl.constexpr):
     """The results of a row, and of its gradient slope, peak, factor, bend and key.
 
     With `total` the sum of 2^(z c - peak), the probability of a column is 2^x / total.
     """
+    c, numbers, coefficients, grad_scale, zero = of_loss
     m, s, t = statistics
     _, target_logit, values_of_row = token
     peak, total, shifted = gl.reduce((m, s, t), 0, merge)  # the threads of the row meet here, once
@@ -474,7 +454,7 @@ def _finish_row(
     entropy = 0.0
     key = 0
     if live:
-        found, slope, peak, factor, bend, key = _row_loss(statistics, token, *of_loss, TOKEN_KERNEL, KL, BONUS)
+        found, slope, peak, factor, bend, key = _row_loss(statistics, token, of_loss, TOKEN_KERNEL, KL, BONUS)
         policy, loss, logprob, log_ratio, entropy, kl = found
     gl.store(results + row, policy)
     gl.store(results + rows + row, loss)
@@ -571,13 +551,13 @@ def single_pass_kernel(
     row = gl.program_id(0).to(gl.int64)
     live = gl.load(fields.mask + row) != 0
     if ROW.ahead:
-        token = _load_token(row, live, *of_token, KIND, KL, BONUS)
+        token = _load_token(row, live, of_token, KIND, KL, BONUS)
     limit = gl.where(live, width, 0)
     first = (z_words, row, z_stride)
     kept, statistics = _read_first_row(first, live, limit, places, width, c, KIND, ENTROPY, ROW)
     while row < rows:
         if not ROW.ahead:
-            token = _load_token(row, live, *of_token, KIND, KL, BONUS)
+            token = _load_token(row, live, of_token, KIND, KL, BONUS)
         of_row = (results, rows, row, statistics, token, live, of_loss)
         gradient = _finish_row(*of_row, TOKEN_KERNEL, KL, BONUS, ENTROPY)
         after = row + gl.num_programs(0)
@@ -590,6 +570,6 @@ def single_pass_kernel(
             source, g_row, columns, token, gradient, following, kept, places, KIND, BONUS, ENTROPY, ROW
         )
         if ROW.ahead:
-            token = _load_token(after, live, *of_token, KIND, KL, BONUS)
+            token = _load_token(after, live, of_token, KIND, KL, BONUS)
         statistics, kept = _finish_next_row(statistics, kept, following, places, width, c, KIND, ENTROPY, ROW)
         row = after
