@@ -19,14 +19,8 @@ from megatron_pg import lm_head
 from megatron_pg.batch import TokenFields
 from megatron_pg.declarations.choices import HEAD_MODES
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, grpo_loss
-from megatron_pg.lm_head import (
-    Head,
-    fp32_logits,
-    grpo_head_loss,
-    logprobs_and_entropy,
-    policy_gradient_head_loss,
-    products,
-)
+from megatron_pg.lm_head import Head, fp32_logits, grpo_head_loss, logprobs_and_entropy, products
+from megatron_pg.lm_head.loss import policy_gradient_head_loss
 from megatron_pg.lm_head.output_layer import DeferredHead
 
 CUDA = torch.cuda.is_available()
@@ -89,14 +83,10 @@ def make(case: Case) -> dict:
     weight = torch.randn(case.columns, case.hidden, dtype=torch.float64) * case.hidden**-0.5
     mask = torch.rand(case.rows) >= case.masked
     hidden[~mask] = math.nan
-    fields = {
-        "targets": torch.where(mask, torch.randint(0, case.columns - case.padding, (case.rows,)), -100),
-        "old_logprobs": torch.where(mask, -torch.rand(case.rows, dtype=torch.float64) - 3, math.nan),
-        "advantages": torch.where(mask, torch.randn(case.rows, dtype=torch.float64), math.nan),
-        "weights": torch.where(mask, torch.rand(case.rows, dtype=torch.float64), math.nan),
-        "mask": mask,
-    }
-    fields = {name: values.to(DEVICE) for name, values in fields.items()}
+    targets = torch.where(mask, torch.randint(0, case.columns - case.padding, (case.rows,)), -100)
+    drawn = [-torch.rand(case.rows).double() - 3, torch.randn(case.rows).double(), torch.rand(case.rows).double()]
+    known = targets, *(torch.where(mask, values, math.nan) for values in drawn), mask
+    fields = {name: values.to(DEVICE) for name, values in zip(OF_TOKENS, known, strict=True)}
     return fields | {"hidden": hidden.to(DEVICE, case.dtype), "weight": weight.to(DEVICE, case.dtype)}
 
 
@@ -128,33 +118,16 @@ def expected(case: Case, fields: dict) -> dict:
 def run(case: Case, fields: dict, **options) -> dict:
     hidden, weight = fields["hidden"].clone().requires_grad_(), fields["weight"].clone().requires_grad_()
     before = 2.0**-10  # of earlier micro-batches
-    total = (
-        torch.full_like(weight, before, dtype=torch.promote_types(case.dtype, torch.float32))
-        if case.main_grad
-        else None
-    )
-    out = grpo_head_loss(
-        hidden,
-        weight,
-        **{name: fields[name] for name in OF_TOKENS},
-        **CLIP,
-        temperature=case.temperature,
-        vocab_size=case.columns - case.padding,
-        grad_divisor=case.grad_divisor,
-        entropy=case.mode != "scaled_exp",
-        main_grad=total,
-        mode=case.mode,
-        backward=case.backward,
-        impl=case.impl,
-        **{"grad_scale": case.upstream} | options,
-    )
+    total = torch.full_like(weight, before, dtype=torch.promote_types(case.dtype, torch.float32))
+    as_in_case = ("temperature", "grad_divisor", "mode", "backward", "impl")
+    given = {name: fields[name] for name in OF_TOKENS} | {name: getattr(case, name) for name in as_in_case} | CLIP
+    given |= {"vocab_size": case.columns - case.padding, "main_grad": total if case.main_grad else None}
+    given |= {"entropy": case.mode != "scaled_exp", "grad_scale": case.upstream}
+    out = grpo_head_loss(hidden, weight, **given | options)
     (out.loss * case.upstream).backward()
     assert case.main_grad == (weight.grad is None)
-    return {
-        "out": out,
-        "of_hidden": hidden.grad,
-        "of_weight": total.detach() - before if case.main_grad else weight.grad,
-    }
+    of_weight = total.detach() - before if case.main_grad else weight.grad
+    return {"out": out, "of_hidden": hidden.grad, "of_weight": of_weight}
 
 
 def loss_of(head: str, fields: dict, weight: torch.Tensor, **options) -> torch.Tensor:
@@ -281,10 +254,8 @@ def test_float32_logits_and_their_gradients(dtype, backward):
     case = Case(dtype=dtype, backward=backward, masked=0.0, main_grad=True)
     fields = make(case)
     hidden = fields["hidden"].view(3, 7, -1).clone().requires_grad_()
-    weight, total = (
-        fields["weight"].requires_grad_(),
-        torch.zeros(48, 16, device=DEVICE).to(torch.promote_types(dtype, torch.float32)),
-    )
+    weight = fields["weight"].requires_grad_()
+    total = torch.zeros(48, 16, device=DEVICE, dtype=torch.promote_types(dtype, torch.float32))
     logits = fp32_logits(hidden, weight, backward=backward, main_grad=total)
     upstream = torch.randn(logits.shape, dtype=torch.float64, device=DEVICE)
     logits.backward(upstream.to(logits.dtype))
@@ -595,10 +566,7 @@ def test_products_of_whole_logits_never_come_to_be(monkeypatch):
         ({"weight": torch.zeros(48, 16, device=DEVICE)}, "of one dtype, so there is no product"),
         ({"vocab_size": 49}, "vocab_size=49 is not in 1 .. 48"),
         ({"temperature": 0.0}, "temperature=0.0 is not > 0"),
-        (
-            {"hidden": torch.zeros(5, 16, dtype=torch.float64, device=DEVICE)},
-            "for 5 rows of hidden states, not [5] int64",
-        ),
+        ({"hidden": torch.zeros(5, 16, dtype=torch.float64, device=DEVICE)}, "5 rows of hidden states, not [5] int64"),
         ({"targets": torch.zeros(21, device=DEVICE)}, "dtype torch.float32 for 21 rows of hidden states"),
     ],
 )
@@ -624,13 +592,9 @@ def test_in_float32_the_head_and_its_split_change_nothing():
     """What warning W10 says."""
     hidden, weight = torch.randn(7, 16, device=DEVICE), torch.randn(48, 16, device=DEVICE)
     upstream, found = torch.randn(7, 48, device=DEVICE), []
-    for make_logits in (
-        lambda h, w: h @ w.t(),
-        lambda h, w: fp32_logits(h, w, backward="bf16"),
-        lambda h, w: fp32_logits(h, w, backward="split"),
-    ):
+    for backward in (None, "bf16", "split"):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        logits = make_logits(h, w)
+        logits = fp32_logits(h, w, backward=backward) if backward else h @ w.t()
         logits.backward(upstream)
         found.append((logits.detach(), h.grad, w.grad))
     for plain, bf16, split in zip(*found, strict=True):
