@@ -290,10 +290,11 @@ def _write_outside_shared(
 def _write_slot(slot, places, g_row, columns, gradient, KIND: gl.constexpr, BONUS: gl.constexpr, MASKED: gl.constexpr):
     """Write the gradient of a tile of shared memory; `MASKED`: the row may end within it."""
     TILE: gl.constexpr = places.columns.shape[0] * places.columns.shape[1]
+    dtype: gl.constexpr = g_row.dtype.element_ty
+    layout: gl.constexpr = places.columns.type.layout
     at = slot * TILE
     words = places.slots.index(slot).load(places.words.type.layout)
-    dtype: gl.constexpr = g_row.dtype.element_ty
-    out = _tile_gradient(words, gradient.column_terms, dtype, KIND, places.columns.type.layout, BONUS)
+    out = _tile_gradient(words, gradient.column_terms, dtype, KIND, layout, BONUS)
     if MASKED:
         gl.store(g_row + at, out, mask=places.columns < columns - at)
     else:
