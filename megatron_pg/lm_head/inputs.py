@@ -142,7 +142,8 @@ class _SumGradient(torch.autograd.Function):
 def gather_sequence(part: Tensor, group: ProcessGroup, *, sums_gradient: bool = True) -> Tensor:
     """All positions of a row, from each tensor-parallel rank's part of them.
 
-    The gradient is this rank's part of the ranks' sum; without `sums_gradient` of its own, if all ranks have the same.
+    The gradient is this rank's part of the sum over ranks. Without `sums_gradient` nothing is added: every rank has the
+    same loss.
     """
     return _GatherSequence.apply(part, group, sums_gradient)
 
