@@ -86,7 +86,10 @@ def grpo_loss(
 
 
 def clipped_surrogate(
-    fields: tuple[Tensor | None, ...], clip_eps_low: float, clip_eps_high: float, grad_divisor: float
+    fields: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    clip_eps_low: float,
+    clip_eps_high: float,
+    grad_divisor: float,
 ) -> PolicyLoss:
     """The clipped surrogate alone; `fields` are targets, old log-probabilities, advantages, weights, mask or None."""
     targets, old_logprobs, advantages, weights, mask = fields

@@ -190,9 +190,7 @@ def _losses(
             for chunk in chunks.slices():
                 z = chunks.logits(chunk)
                 out, part = gradients.buffer(chunk, z), policy_loss.at(chunk)
-                options = {"grad_scale": grad_scale, "entropy": entropy}
-                loss, _ = single_pass.loss_and_gradient(z, out, part, vocabulary, **options)
-                yield loss
+                yield single_pass.loss_and_gradient(z, out, part, vocabulary, grad_scale=grad_scale, entropy=entropy)[0]
                 gradients.take(chunk, z)
             return
     for chunk, z, rows in chunks.with_rows():

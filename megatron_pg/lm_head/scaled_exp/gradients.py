@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -56,8 +57,9 @@ class ScaledExpGradients(HeadGradients):
                 sums, logprobs = self._steps.logprobs(shares, whole.targets[rows])
                 # no term reads the entropy; outputs are written over below
                 loss, slopes = loss_and_slopes(chosen, (logprobs, logprobs), self._vocabulary, self._impl)
+                by_logprob = cast(Tensor, slopes[0]) * grad_scale
                 output = ScaledExpOutput(loss.loss, loss.logprobs, loss.log_ratios)
-                self._steps.weigh(whole.at(rows), sums, slopes[0] * grad_scale, v[rows], output)
+                self._steps.weigh(whole.at(rows), sums, by_logprob, v[rows], output)
                 yield replace(loss, entropy=None)
             self._multiply(whole.scaled, states, v, self._rows[block])
 
