@@ -160,11 +160,11 @@ def _places(word: gl.constexpr, ROW: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _no_statistics(places):
+def _no_statistics(places, ROW: gl.constexpr):
     """Statistics of no column, one of each thread."""
     thread: gl.constexpr = gl.SliceLayout(1, places.words.type.layout)
-    none = gl.full((places.words.shape[0],), 0.0, gl.float32, thread)
-    return gl.full((places.words.shape[0],), FLOOR, gl.float32, thread), none, none
+    none = gl.full((ROW.threads,), 0.0, gl.float32, thread)
+    return gl.full((ROW.threads,), FLOOR, gl.float32, thread), none, none
 
 
 @gluon.jit
@@ -243,7 +243,7 @@ def _read_first_row(
     for g in gl.static_range(GROUPS):
         _fill(places.groups.index(g), z_row + g * PER * TILE, places.group_words, limit - g * PER * TILE)
     kept = _load_tiles(z_row + places.words, places.words, limit, KIND, TILE, SLOTS, KEPT)
-    statistics = _no_statistics(places)
+    statistics = _no_statistics(places, ROW)
     async_copy.wait_group(0)
     if live:
         for slot in range(SLOTS):
@@ -328,7 +328,7 @@ def _exchange_groups(
     TILE: gl.constexpr = ROW.threads * WORDS
     c = gradient.column_terms[0]
     width = columns // PAIR
-    statistics = _no_statistics(places)
+    statistics = _no_statistics(places, ROW)
     for g in gl.static_range(GROUPS):
         if g >= LAG:
             async_copy.wait_group(LAG - 1)
