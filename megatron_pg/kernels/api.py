@@ -73,13 +73,11 @@ def grpo_loss(
         ValueError: shapes, dtypes or options are not valid, or on a CPU a target.
     """
     check_logits(logits, targets)
-    policy_loss = clipped_surrogate(
-        (targets, old_logprobs, advantages, weights, mask), clip_eps_low, clip_eps_high, grad_divisor
-    )
     vocabulary = Vocabulary.of(
         logits.shape[1], temperature=temperature, vocab_size=vocab_size, softcap=softcap, tp_group=tp_group
     )
-    check_labels(policy_loss, vocabulary)
+    fields = (targets, old_logprobs, advantages, weights, mask)
+    policy_loss = clipped_surrogate(fields, vocabulary, clip_eps_low, clip_eps_high, grad_divisor)
     return policy_gradient_loss(
         logits, policy_loss, vocabulary, grad_scale=grad_scale, entropy=entropy, inplace=inplace, impl=impl
     )
@@ -87,15 +85,22 @@ def grpo_loss(
 
 def clipped_surrogate(
     fields: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    vocabulary: Vocabulary,
     clip_eps_low: float,
     clip_eps_high: float,
     grad_divisor: float,
 ) -> PolicyLoss:
-    """The clipped surrogate alone; `fields` are targets, old log-probabilities, advantages, weights, mask or None."""
+    """The clipped surrogate alone; `fields` are targets, old log-probabilities, advantages, weights, mask or None.
+
+    Raises:
+        ValueError: on a CPU, a trained token's target is outside the vocabulary.
+    """
     targets, old_logprobs, advantages, weights, mask = fields
     mask = weights != 0 if mask is None else mask
     known = TokenFields(targets=targets, old_logprobs=old_logprobs, advantages=advantages, weights=weights, mask=mask)
-    return PolicyLoss(_clipped_terms(clip_eps_low, clip_eps_high, grad_divisor), known)
+    policy_loss = PolicyLoss(_clipped_terms(clip_eps_low, clip_eps_high, grad_divisor), known)
+    check_labels(policy_loss, vocabulary)
+    return policy_loss
 
 
 @lru_cache(maxsize=16)  # a small shard's launches cost less than what is found out about an objective

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.kernels import GRPOLoss, PolicyGradientLoss, PolicyLoss, Vocabulary
 from megatron_pg.kernels.api import clipped_surrogate
-from megatron_pg.kernels.checks import check_for_triton, check_labels, check_loss
+from megatron_pg.kernels.checks import check_for_triton, check_loss
 from megatron_pg.kernels.losses import detail_of, loss_and_slopes, loss_of
 from megatron_pg.lm_head.chunks import Chunks, Detail
 from megatron_pg.lm_head.gradients import Gradients
@@ -60,13 +60,11 @@ def grpo_head_loss(  # noqa: D417
     Raises:
         ValueError: shapes, dtypes or options are not valid, or on a CPU a target.
     """
-    policy_loss = clipped_surrogate(
-        (targets, old_logprobs, advantages, weights, mask), clip_eps_low, clip_eps_high, grad_divisor
-    )
     vocabulary = Vocabulary.of(
         len(weight), temperature=temperature, vocab_size=vocab_size, softcap=softcap, tp_group=tp_group
     )
-    check_labels(policy_loss, vocabulary)
+    fields = (targets, old_logprobs, advantages, weights, mask)
+    policy_loss = clipped_surrogate(fields, vocabulary, clip_eps_low, clip_eps_high, grad_divisor)
     return policy_gradient_head_loss(
         hidden, weight, policy_loss, vocabulary, Head(**head), rows=rows, grad_scale=grad_scale, entropy=entropy
     )
