@@ -26,7 +26,7 @@ IMPORTS = {
     "objectives": {"declarations", "flags", "rollouts"},
     "kernels": {"batch", "declarations", "objectives"},
     "reducers": {"cp_utils", "declarations", "flags"},
-    "lm_head": {"batch", "declarations", "kernels"},
+    "lm_head": {"declarations", "kernels"},
     "metrics": {"batch", "declarations", "kernels", "objectives", "rollouts"},
     "plan": {
         *("batch", "declarations", "flags", "kernels", "lm_head", "metrics", "objectives", "reducers", "rollouts")

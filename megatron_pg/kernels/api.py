@@ -4,6 +4,7 @@
 """
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,9 +13,10 @@ from torch.distributed import ProcessGroup
 from megatron_pg.batch.fields import TokenFields
 from megatron_pg.kernels.checks import check_for_triton, check_impl, check_labels, check_layout, check_loss
 from megatron_pg.kernels.logprobs import check_logits
-from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss, clipped_surrogate
+from megatron_pg.kernels.policy_loss import LossTerms, PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.reference import reference_loss
 from megatron_pg.kernels.vocabulary import Vocabulary
+from megatron_pg.objectives import objective_of
 
 GRPOLoss = PolicyGradientLoss  # what `grpo_loss` returns
 
@@ -71,18 +73,40 @@ def grpo_loss(
         ValueError: shapes, dtypes or options are not valid, or on a CPU a target.
     """
     check_logits(logits, targets)
-    mask = weights != 0 if mask is None else mask
-    fields = TokenFields(targets=targets, old_logprobs=old_logprobs, advantages=advantages, weights=weights, mask=mask)
-    policy_loss = clipped_surrogate(
-        fields, clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, grad_divisor=grad_divisor
-    )
     vocabulary = Vocabulary.of(
         logits.shape[1], temperature=temperature, vocab_size=vocab_size, softcap=softcap, tp_group=tp_group
     )
-    check_labels(targets, mask, vocabulary)
+    fields = (targets, old_logprobs, advantages, weights, mask)
+    policy_loss = clipped_surrogate(fields, vocabulary, clip_eps_low, clip_eps_high, grad_divisor)
     return policy_gradient_loss(
         logits, policy_loss, vocabulary, grad_scale=grad_scale, entropy=entropy, inplace=inplace, impl=impl
     )
+
+
+def clipped_surrogate(
+    fields: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    vocabulary: Vocabulary,
+    clip_eps_low: float,
+    clip_eps_high: float,
+    grad_divisor: float,
+) -> PolicyLoss:
+    """The clipped surrogate alone; `fields` are targets, old log-probabilities, advantages, weights, mask or None.
+
+    Raises:
+        ValueError: on a CPU, a trained token's target is outside the vocabulary.
+    """
+    targets, old_logprobs, advantages, weights, mask = fields
+    mask = weights != 0 if mask is None else mask
+    known = TokenFields(targets=targets, old_logprobs=old_logprobs, advantages=advantages, weights=weights, mask=mask)
+    policy_loss = PolicyLoss(_clipped_terms(clip_eps_low, clip_eps_high, grad_divisor), known)
+    check_labels(policy_loss, vocabulary)
+    return policy_loss
+
+
+@lru_cache(maxsize=16)  # a small shard's launches cost less than what is found out about an objective
+def _clipped_terms(clip_eps_low: float, clip_eps_high: float, grad_divisor: float) -> LossTerms:
+    objective = objective_of("grpo", clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high)
+    return LossTerms(objective=objective, grad_divisor=grad_divisor)
 
 
 def policy_gradient_loss(  # noqa: D417

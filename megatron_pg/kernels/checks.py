@@ -58,8 +58,9 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
             raise ValueError(f"{name}={value} is not > 0. Use 1.")
 
 
-def check_labels(targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> None:
+def check_labels(policy_loss: PolicyLoss, vocabulary: Vocabulary) -> None:
     """Refuse a trained token whose target is outside the vocabulary; on a CPU only: a host would wait for a GPU."""
+    targets, mask = policy_loss.fields.targets, policy_loss.fields.mask
     if targets.device.type != "cpu" or mask.shape != targets.shape or mask.dtype != torch.bool:  # refused elsewhere
         return
     bad = mask & ((targets < 0) | (targets >= vocabulary.size))

@@ -5,10 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_pg.kernels.checks import check_for_triton, check_layout, may_be_overwritten
+from megatron_pg.kernels.label_logprobs import read_stored
 from megatron_pg.kernels.logprobs import check_logits
 from megatron_pg.kernels.losses import reader_of
-from megatron_pg.kernels.readers import read
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 TIE = 1e-5  # nats between the target and the top token that rounding may cause
@@ -48,12 +47,9 @@ def cross_entropy(
     check_logits(logits, targets)
     if impl == "torch":
         reader = reader_of(impl, vocabulary, targets.index_select(0, rows))
-        logprobs, _, totals = read(vocabulary.hide_padding(logits.index_select(0, rows)), reader)
+        logprobs, _, totals = read_stored(logits.index_select(0, rows), reader, vocabulary, impl)
         return CrossEntropy.of(logprobs, totals)
-    inplace = may_be_overwritten(logits)
-    check_for_triton(logits)
-    check_layout(logits, inplace)
     mask = torch.zeros(len(logits), dtype=torch.bool, device=logits.device).index_fill_(0, rows, True)
-    with torch.cuda.device_of(logits):
-        logprobs, _, totals = read(logits, reader_of(impl, vocabulary, targets, mask=mask), inplace=inplace)
+    reader = reader_of(impl, vocabulary, targets, mask=mask)
+    logprobs, _, totals = read_stored(logits, reader, vocabulary, impl)
     return CrossEntropy.of(logprobs.index_select(0, rows), totals.index_select(0, rows))

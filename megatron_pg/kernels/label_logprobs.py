@@ -6,7 +6,7 @@ from torch import Tensor
 from megatron_pg.kernels.checks import check_for_triton, check_impl, check_layout, may_be_overwritten
 from megatron_pg.kernels.logprobs import check_logits
 from megatron_pg.kernels.losses import reader_of
-from megatron_pg.kernels.readers import read
+from megatron_pg.kernels.readers import Reader, read
 from megatron_pg.kernels.sampling_masks import Restriction, check_restriction
 from megatron_pg.kernels.vocabulary import Vocabulary
 
@@ -32,14 +32,18 @@ def label_logprobs(
     check_impl(impl)
     check_logits(logits, targets)
     check_restriction(restriction, targets)
-    reader = reader_of(impl, vocabulary, targets, restriction)
+    logprobs, entropy, _ = read_stored(logits, reader_of(impl, vocabulary, targets, restriction), vocabulary, impl)
+    return logprobs, entropy
+
+
+def read_stored(logits: Tensor, reader: Reader, vocabulary: Vocabulary, impl: str) -> tuple[Tensor, ...]:
+    """`readers.read`. The Triton kernels write the gradient over the logits, where nothing else has saved them."""
     if impl == "torch":
-        logits = vocabulary.hide_padding(logits.clone() if vocabulary.valid < vocabulary.columns else logits)
-        logprobs, entropy, _ = read(logits, reader)
-        return logprobs, entropy
+        return read(
+            vocabulary.hide_padding(logits.clone() if vocabulary.valid < vocabulary.columns else logits), reader
+        )
     inplace = may_be_overwritten(logits)
     check_for_triton(logits)
     check_layout(logits, inplace)
     with torch.cuda.device_of(logits):
-        logprobs, entropy, _ = read(logits, reader, inplace=inplace)
-    return logprobs, entropy
+        return read(logits, reader, inplace=inplace)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
-from megatron_pg.kernels.readers import PlainReader, Reader, Slopes, Statistics
+from megatron_pg.kernels.readers import PlainReader, Reader, Slopes
 from megatron_pg.kernels.sampling_masks import Restriction, SamplingMaskReader
-from megatron_pg.kernels.teacher import TeacherLogits, TeacherReader, TeacherRowStatistics
+from megatron_pg.kernels.teacher import TeacherLogits, TeacherReader
 from megatron_pg.kernels.topk import TopKReader, topk_logprobs
 from megatron_pg.kernels.vocabulary import Vocabulary
 
@@ -65,21 +65,22 @@ def loss_of(
 
 
 def loss_and_slopes(
-    policy_loss: PolicyLoss, rows: Statistics, vocabulary: Vocabulary, impl: str
+    policy_loss: PolicyLoss, outputs: Sequence[Tensor], vocabulary: Vocabulary, impl: str
 ) -> tuple[PolicyGradientLoss, Slopes]:
-    """The loss, detached, and its derivatives by the `outputs` of the statistics."""
+    """The loss, detached, and its derivatives by the `outputs` of its reader's statistics."""
     if impl == "triton":
         from megatron_pg.kernels.triton.surrogate import surrogate_and_slopes
 
-        logprobs, entropy = rows.outputs[:2]
+        logprobs, entropy, *details = outputs
         if policy_loss.token_kernel:
             return surrogate_and_slopes(policy_loss, logprobs, entropy)
-        if isinstance(rows, TeacherRowStatistics) and (rest := policy_loss.without_hidden).token_kernel:
-            return _with_divergence(policy_loss, rows.divergence, *surrogate_and_slopes(rest, logprobs, entropy))
+        has_teacher = policy_loss.terms.whole_form is not None and bool(details)
+        if has_teacher and (rest := policy_loss.without_hidden).token_kernel:
+            return _with_divergence(policy_loss, details[0], *surrogate_and_slopes(rest, logprobs, entropy))
     with torch.enable_grad():
-        outputs = [values.detach().requires_grad_() for values in rows.outputs]
-        result = loss_of(policy_loss, outputs, vocabulary, impl)
-        slopes = torch.autograd.grad(result.loss, outputs, materialize_grads=True, allow_unused=True)
+        leaves = [values.detach().requires_grad_() for values in outputs]
+        result = loss_of(policy_loss, leaves, vocabulary, impl)
+        slopes = torch.autograd.grad(result.loss, leaves, materialize_grads=True, allow_unused=True)
     return replace(result, loss=result.loss.detach()), slopes
 
 

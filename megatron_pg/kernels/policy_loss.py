@@ -8,9 +8,9 @@ which no correction touches.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from operator import attrgetter
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from megatron_pg.declarations.loss_terms import KINDS, OBJECTIVE, LossTerm
 from megatron_pg.kernels.sampling_masks import Restriction
 from megatron_pg.kernels.teacher import Form
 from megatron_pg.kernels.topk import TopKLogprobs
-from megatron_pg.objectives import Objective, Tokens, objective_of
+from megatron_pg.objectives import Objective, Tokens
 from megatron_pg.objectives.interface.token_kernel import TokenKernel
 from megatron_pg.objectives.terms.losses import Categories, TermTokens
 
@@ -90,6 +90,12 @@ class PolicyGradientLoss:
     def per_token(self) -> tuple[Tensor | None, ...]:
         """All but the loss, in their order."""
         return _per_token(self)
+
+    def for_autograd(self, ctx: Any) -> tuple[Tensor | None, ...]:
+        """What an autograd function returns that made this loss: only the loss is differentiable."""
+        ctx.set_materialize_grads(False)  # skip materializing zeros: one launch per unused gradient
+        ctx.mark_non_differentiable(*(values for values in self.per_token if values is not None))
+        return self.loss, *self.per_token
 
 
 _per_token = attrgetter(*(each.name for each in fields(PolicyGradientLoss) if each.name != "loss"))
@@ -302,16 +308,3 @@ class PolicyLoss:
         log_p = torch.cat([teacher.logprobs.double(), teacher.tails.clamp(min=floor).log()[:, None]], dim=1)
         log_q = torch.cat([topk.head, topk.tail[:, None]], dim=1)
         return Categories(torch.where(exist, log_q, 0), torch.where(exist, log_p, 0), exist)
-
-
-def clipped_surrogate(
-    fields: TokenFields, *, clip_eps_low: float, clip_eps_high: float, grad_divisor: float
-) -> PolicyLoss:
-    """The clipped surrogate and nothing else."""
-    return PolicyLoss(_clipped_terms(clip_eps_low, clip_eps_high, grad_divisor), fields)
-
-
-@lru_cache(maxsize=16)  # a small shard's launches cost less than what is found out about an objective
-def _clipped_terms(clip_eps_low: float, clip_eps_high: float, grad_divisor: float) -> LossTerms:
-    objective = objective_of("grpo", clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high)
-    return LossTerms(objective=objective, grad_divisor=grad_divisor)

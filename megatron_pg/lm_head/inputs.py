@@ -122,7 +122,7 @@ def enter(hidden: Tensor, tp_group: ProcessGroup | None, sequence_parallel: bool
     """The hidden states of all rows on every tensor-parallel rank; their gradient is summed over the ranks."""
     if tp_group is None or tp_group.size() == 1:
         return hidden
-    return (_GatherSequence if sequence_parallel else _SumGradient).apply(hidden, tp_group)
+    return gather_sequence(hidden, tp_group) if sequence_parallel else _SumGradient.apply(hidden, tp_group)
 
 
 class _SumGradient(torch.autograd.Function):
@@ -139,22 +139,28 @@ class _SumGradient(torch.autograd.Function):
         return grad, None
 
 
-def gathered_sequence(part: Tensor, group: ProcessGroup) -> Tensor:
-    """All positions of a row, from each tensor-parallel rank's part of them."""
-    whole = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
-    torch.distributed.all_gather_into_tensor(whole, part.contiguous(), group=group)
-    return whole
+def gather_sequence(part: Tensor, group: ProcessGroup, *, sums_gradient: bool = True) -> Tensor:
+    """All positions of a row, from each tensor-parallel rank's part of them.
+
+    The gradient is this rank's part of the sum over ranks. Without `sums_gradient` nothing is added: every rank has the
+    same loss.
+    """
+    return _GatherSequence.apply(part, group, sums_gradient)
 
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, group):
-        ctx.group = group
-        return gathered_sequence(hidden, group)
+    def forward(ctx, part, group, sums_gradient):
+        ctx.group, ctx.sums_gradient = group, sums_gradient
+        whole = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
+        torch.distributed.all_gather_into_tensor(whole, part.contiguous(), group=group)
+        return whole
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
+        if not ctx.sums_gradient:
+            return grad.chunk(ctx.group.size())[ctx.group.rank()].contiguous(), None, None
         mine = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
         torch.distributed.reduce_scatter_tensor(mine, grad.contiguous(), group=ctx.group)
-        return mine, None
+        return mine, None, None

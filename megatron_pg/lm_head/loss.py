@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch.fields import TokenFields
 from megatron_pg.kernels import GRPOLoss, PolicyGradientLoss, PolicyLoss, Vocabulary
-from megatron_pg.kernels.checks import check_for_triton, check_labels, check_loss
+from megatron_pg.kernels.api import clipped_surrogate
+from megatron_pg.kernels.checks import check_for_triton, check_loss
 from megatron_pg.kernels.losses import detail_of, loss_and_slopes, loss_of
-from megatron_pg.kernels.policy_loss import clipped_surrogate
 from megatron_pg.lm_head.chunks import Chunks, Detail
 from megatron_pg.lm_head.gradients import Gradients
 from megatron_pg.lm_head.heads import rows_of
@@ -61,17 +60,11 @@ def grpo_head_loss(  # noqa: D417
     Raises:
         ValueError: shapes, dtypes or options are not valid, or on a CPU a target.
     """
-    mask = weights != 0 if mask is None else mask
-    token_fields = TokenFields(
-        targets=targets, old_logprobs=old_logprobs, advantages=advantages, weights=weights, mask=mask
-    )
-    policy_loss = clipped_surrogate(
-        token_fields, clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, grad_divisor=grad_divisor
-    )
     vocabulary = Vocabulary.of(
         len(weight), temperature=temperature, vocab_size=vocab_size, softcap=softcap, tp_group=tp_group
     )
-    check_labels(targets, mask, vocabulary)
+    fields = (targets, old_logprobs, advantages, weights, mask)
+    policy_loss = clipped_surrogate(fields, vocabulary, clip_eps_low, clip_eps_high, grad_divisor)
     return policy_gradient_head_loss(
         hidden, weight, policy_loss, vocabulary, Head(**head), rows=rows, grad_scale=grad_scale, entropy=entropy
     )
@@ -160,10 +153,8 @@ class _GradientInForward(torch.autograd.Function):
             chunks = Chunks(hidden, weight, chosen.fields.targets, rows, vocabulary, head.impl, detail)
             ctx.gradients = Gradients(hidden, weight, rows, len(rows), chunks.rows, head, needed)
             parts = list(_losses(chosen, chunks, vocabulary, head.impl, ctx.gradients, **options))
-        per_token = _spread(parts, rows, len(policy_loss.fields.mask))
-        ctx.mark_non_differentiable(*(values for values in per_token if values is not None))
         loss = sum((part.loss for part in parts), start=hidden.new_zeros((), dtype=logits_dtype(hidden)))
-        return loss, *per_token
+        return PolicyGradientLoss(loss, *_spread(parts, rows, len(policy_loss.fields.mask))).for_autograd(ctx)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -197,11 +188,11 @@ def _losses(
             for chunk in chunks.slices():
                 z = chunks.logits(chunk)
                 out, part = gradients.buffer(chunk, z), policy_loss.at(chunk)
-                yield single_pass.loss_and_gradient(z, out, part, vocabulary, grad_scale=grad_scale, entropy=entropy)
+                yield single_pass.loss_and_gradient(z, out, part, vocabulary, grad_scale=grad_scale, entropy=entropy)[0]
                 gradients.take(chunk, z)
             return
     for chunk, z, rows in chunks.with_rows():
-        loss, slopes = loss_and_slopes(policy_loss.at(chunk), rows, vocabulary, impl)
+        loss, slopes = loss_and_slopes(policy_loss.at(chunk), rows.outputs, vocabulary, impl)
         yield loss
         scaled = tuple(None if slope is None else slope * grad_scale for slope in slopes)
         chunks.reader.write_gradient(z, gradients.buffer(chunk, z), chunk, rows, scaled)

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatron_pg.lm_head.inputs import gathered_sequence
+from megatron_pg.lm_head.inputs import gather_sequence
 from megatron_pg.lm_head.products import logits_dtype
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -37,22 +37,9 @@ class ValueHead(nn.Module):
         wide = logits_dtype(hidden)
         values = nn.functional.linear(hidden.to(wide), self.weight.to(wide))
         if self.sequence_parallel and self._tp_group is not None and self._tp_group.size() > 1:
-            values = _Gathered.apply(values, self._tp_group)
+            # every rank then has the same loss, so its gradient is not summed over them
+            values = gather_sequence(values, self._tp_group, sums_gradient=False)
         return values, None
-
-
-class _Gathered(torch.autograd.Function):
-    """All positions of a row; every rank then has the same loss, so its gradient is not summed over them."""
-
-    @staticmethod
-    def forward(ctx, values, group):
-        ctx.group = group
-        return gathered_sequence(values, group)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        return grad.chunk(ctx.group.size())[ctx.group.rank()].contiguous(), None
 
 
 def add_value_head(model: Model) -> Model:

@@ -47,8 +47,7 @@ class Build:
 
     name: str  # GROUP WORDS…
     kernel: Any
-    constants: dict[str, Any]
-    options: dict[str, int] = field(default_factory=dict)
+    launched: dict[str, Any]  # constants and options
     types: dict[str, Any] = field(default_factory=dict)  # in addition to `TYPES`
     even: tuple[str, ...] = ("valid", "columns", *STRIDES)  # numbers that are multiples of 16
     threads: int = 0  # that must fit on a multiprocessor with their registers; 0: any
@@ -56,6 +55,14 @@ class Build:
     least: dict[str, int] = field(default_factory=dict)  # of `PATTERNS`
     is_gluon: bool = False
     is_default: bool = False  # part of the default tier
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {name: self.launched[name] for name in self.kernel.arg_names if name in self.launched}
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {name: value for name, value in self.launched.items() if name not in self.kernel.arg_names}
 
     @property
     def source(self) -> Any:
@@ -113,10 +120,15 @@ def capped(cap: float | None) -> str:
     return "" if cap is None else " softcap"
 
 
-def single_pass() -> Iterator[Build]:
-    """Plain, and with the longest token kernel, a KL term and the bonus, at every shape of a row."""
+def logits_of(dtype: str) -> Any:
+    """None of them."""
     import torch
 
+    return torch.empty(0, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
+
+
+def single_pass() -> Iterator[Build]:
+    """Plain, and with the longest token kernel, a KL term and the bonus, at every shape of a row."""
     from megatron_pg.kernels.triton import single_pass as by
     from megatron_pg.kernels.triton import token_kernels
     from megatron_pg.kernels.triton.single_pass_kernel import single_pass_kernel
@@ -128,22 +140,20 @@ def single_pass() -> Iterator[Build]:
     shapes = [*itertools.product(sizes, ("grpo", "dppo_kl+k3_weighted"), (None,))]
     shapes += [(size, "grpo", CAP) for size in (*sizes[:4], (256000, "bf16"))]
     for (columns, dtype), loss, cap in shapes:
-        itemsize = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype].itemsize
-        shape = by.Shape.of_row(columns, itemsize, is_capped=cap is not None)
+        shape = by.Shape.of_row(columns, logits_of(dtype).itemsize, is_capped=cap is not None)
         objective, _, estimator = loss.partition("+")
-        kernels = {"TOKEN_KERNEL": getattr(token_kernels, objective), "KL": getattr(token_kernels, estimator, None)}
+        launched = {"TOKEN_KERNEL": getattr(token_kernels, objective), "KL": getattr(token_kernels, estimator, None)}
+        launched |= {"BONUS": bool(estimator), "ENTROPY": True, "ROW": shape.tiling, "KIND": Kind(dtype == "bf16", cap)}
         yield Build(
             f"single_pass {columns} {dtype} {loss}{capped(cap)}",
             single_pass_kernel,
-            kernels
-            | {"BONUS": bool(estimator), "ENTROPY": True, "ROW": shape.tiling, "KIND": Kind(dtype == "bf16", cap)},
-            shape.options,
+            launched | shape.options,
             {"logits": f"*{dtype}", "gradients": f"*{dtype}", "fields": _fields()},
             threads=shape.tiling.threads * shape.programs,
             programs=shape.programs,
             least={"wide_stores": 1, "wide_copies": 1},
             is_gluon=True,
-            is_default=columns == 2048 and (bool(estimator) or cap is not None),
+            is_default=columns == 2048 and bool(estimator),
         )
 
 
@@ -163,21 +173,13 @@ def surrogate() -> Iterator[Build]:
         constants = {"TOKEN_KERNEL": getattr(token_kernels, name), "KL": token_kernels.k3_weighted, "BONUS": True}
         constants |= dict.fromkeys(("SEQUENCES", "OPSM", "ONE_WEIGHT"), reads_sequences) | {"BLOCK": by.BLOCK}
         yield Build(f"surrogate {name}", by.surrogate_kernel, constants, types=kinds, is_default=True)
-    constants = {"AVERAGED": token_kernels.gmpo_averaged, "OPSM": True, "ONE_WEIGHT": True, "BLOCK": segments.BLOCK}
-    yield Build(
-        "surrogate segments",
-        segments.segment_kernel,
-        constants,
-        {"num_warps": 8},
-        {"results": "*fp64"},
-        is_default=True,
-    )
+    launched = {"AVERAGED": token_kernels.gmpo_averaged, "OPSM": True, "ONE_WEIGHT": True, "BLOCK": segments.BLOCK}
+    launched |= {"num_warps": 8}
+    yield Build("surrogate segments", segments.segment_kernel, launched, {"results": "*fp64"}, is_default=True)
 
 
 def rows() -> Iterator[Build]:
     """What reads and writes rows of logits, with rows that begin at multiples of 16 bytes and others."""
-    import torch
-
     from megatron_pg.kernels.triton import vocab_parallel as by
     from megatron_pg.kernels.triton.tiles import Kind
 
@@ -185,32 +187,28 @@ def rows() -> Iterator[Build]:
     upstream = [{"factors": None} | dict.fromkeys(n) for n in ((), ("by_entropies",), ("grad_loss",))]
     upstream += [{"factors": None, "by_entropies": None, "grad_loss": None}, made]
     for dtype, shifted, cap in itertools.product(("bf16", "fp32"), (False, True), (None, CAP)):
-        logits = torch.empty(0, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
+        logits = logits_of(dtype)
         variants = [(by.statistics_kernel, by.READ.options(logits) | {"WHOLE": whole}) for whole in (False, True)]
         variants += [(by.gradient_kernel, by.WRITE.options(logits) | absent) for absent in upstream]
         for number, (kernel, launched) in enumerate(variants):
             launched |= {"SHIFTED": shifted, "KIND": Kind(cap=cap)}
-            constants = {name: launched.pop(name) for name in kernel.arg_names if name in launched}
             yield Build(
                 f"rows {kernel.__name__} {number} {dtype} {'shifted' if shifted else 'even'}{capped(cap)}",
                 kernel,
-                constants,
                 launched,
                 {"logits": f"*{dtype}", "gradients": f"*{dtype}"},
                 even=() if shifted else ("valid", "columns", *STRIDES),
                 threads=1024 if cap is None else 640,  # what keeps enough loads in flight
-                least={"wide_loads": constants["UNROLL"] * (1 if shifted else 2)},
-                is_default=dtype == "bf16" and not shifted and number in (1, 2),
+                least={"wide_loads": launched["UNROLL"] * (1 if shifted else 2)},
+                is_default=dtype == "bf16" and not shifted and cap is None and number in (1, 2),
             )
 
 
 def teacher() -> Iterator[Build]:
     """What reads the rows of student and teacher."""
-    import torch
-
     from megatron_pg.kernels.triton import teacher as by
 
-    logits, shares = torch.empty(0), {"NUMBERS": (0.3, 0.7)}
+    logits, shares = logits_of("fp32"), {"NUMBERS": (0.3, 0.7)}
     variants = [("", by.mixture_kernel, by.MIX.options(logits) | shares, "fp32", 1024)]
     for form in ("forward_kl", "reverse_kl", "jsd"):
         variants.append((form, by.statistics_kernel, by.READ.options(logits) | {"FORM": form}, "fp32", 1024))
@@ -220,13 +218,10 @@ def teacher() -> Iterator[Build]:
     capless = by.combine_kernel
     variants = [(*v, cap) for v in variants for cap in (None, CAP) if cap is None or v[1] is not capless]
     for form, kernel, launched, dtype, threads, cap in variants:
-        launched = launched | ({} if kernel is capless else {"CAP": cap})
-        constants = {name: launched.pop(name) for name in kernel.arg_names if name in launched}
         yield Build(
             f"teacher {kernel.__name__} {form} {dtype}{capped(cap)}",
             kernel,
-            constants,
-            launched,
+            launched | ({} if kernel is capless else {"CAP": cap}),
             {"gradients": f"*{dtype}", **dict.fromkeys(STRIDES, "i64")},
             threads=threads if cap is None else 512,
             least={"wide_loads": int(kernel is not by.combine_kernel)},
@@ -255,8 +250,7 @@ def topk() -> Iterator[Build]:
         yield Build(
             f"topk {kernel.__name__} {form} {flags.get('FIRST', '')} {dtype} {block}",
             kernel,
-            flags | {"BLOCK": block},
-            {"num_warps": topk_rows.block_of(torch.empty(1, block))["num_warps"]},
+            flags | topk_rows.block_of(torch.empty(1, block)),
             {"logits": f"*{dtype}", "table": f"*{dtype}", "stride": "i64"},
             even=(),
             is_default=block == 64 and dtype == "fp32" and (not form or (form == "jsd" and not flags["FIRST"])),
@@ -277,8 +271,9 @@ def sampling_masks() -> Iterator[Build]:
         yield Build(
             f"sampling_masks {kernel.__name__} {flags.get('WHOLE_ENTROPY', '')} {dtype}{capped(cap)}",
             kernel,
-            flags | {"BLOCK": by.BLOCK} | ({} if kernel is put_kernel else {"KIND": Kind(cap=cap)}),
-            {"num_warps": by.WARPS},
+            flags
+            | {"BLOCK": by.BLOCK, "num_warps": by.WARPS}
+            | ({} if kernel is put_kernel else {"KIND": Kind(cap=cap)}),
             {"logits": f"*{dtype}", "table": f"*{dtype}", "gradients": f"*{dtype}", "stride": "i64"},
             even=(),
             is_default=dtype == "fp32" and flags.get("WHOLE_ENTROPY", True) and cap is None,
@@ -294,8 +289,7 @@ def scaled_exp() -> Iterator[Build]:
         yield Build(
             f"scaled_exp {width}{capped(cap)}",
             scaled_exp_kernel,
-            tiles.constants | {"CAP": cap},
-            {"num_warps": tiles.warps, "num_stages": tiles.stages},
+            tiles.constants | {"CAP": cap, "num_warps": tiles.warps, "num_stages": tiles.stages},
             dict.fromkeys(scaled_exp_kernel.arg_names, "i32")
             | {
                 "hidden": f"tensordesc<bf16[{tiles.rows},{tiles.depth}]>",
@@ -307,7 +301,7 @@ def scaled_exp() -> Iterator[Build]:
             threads=32 * tiles.warps * tiles.programs,
             programs=tiles.programs,
             least={"tensor_cores": 1, "tile_loads": 1, "tile_stores": 1},
-            is_default=width == 1024,
+            is_default=width == 1024 and cap is None,
         )
 
 

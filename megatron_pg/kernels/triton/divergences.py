@@ -11,18 +11,13 @@ import math
 import triton
 import triton.language as tl
 
+from megatron_pg.kernels.triton.tiles import times
 from megatron_pg.kernels.triton.token_kernels import log1p
 
 
 def numbers_of(share: float | None) -> tuple[float, float, float]:
     """What a form reads of its mixture; one without reads none."""
     return (0.0, 0.0, 0.0) if share is None else (share, math.log(share), math.log1p(-share))
-
-
-@triton.jit
-def _times(probability, value):
-    """Their product, 0 where the probability is, however far the value."""
-    return tl.where(probability == 0, 0.0, probability * value)
 
 
 @triton.jit
@@ -45,7 +40,7 @@ def forward_kl(log_q, log_p, numbers):
 @triton.jit
 def reverse_kl(log_q, log_p, numbers):
     """Q log(Q/P)."""
-    value = _times(tl.exp(log_q), log_q - log_p)
+    value = times(tl.exp(log_q), log_q - log_p)
     return value, value
 
 
@@ -53,7 +48,7 @@ def reverse_kl(log_q, log_p, numbers):
 def jsd(log_q, log_p, numbers):
     """β P log(P/m) + (1 - β) Q log(Q/m), m = βP + (1 - β)Q."""
     log_m = _log_mixture(log_p, log_q, numbers)
-    of_q = (1.0 - numbers[0]) * _times(tl.exp(log_q), log_q - log_m)
+    of_q = (1.0 - numbers[0]) * times(tl.exp(log_q), log_q - log_m)
     return numbers[0] * tl.exp(log_p) * (log_p - log_m) + of_q, of_q
 
 
@@ -70,7 +65,7 @@ def skew_reverse(log_q, log_p, numbers):
     """Q log(Q/m), m = αQ + (1 - α)P."""
     log_m = _log_mixture(log_q, log_p, numbers)
     q = tl.exp(log_q)
-    value = _times(q, log_q - log_m)
+    value = times(q, log_q - log_m)
     return value, value - numbers[0] * q * tl.exp(log_q - log_m)
 
 
@@ -78,5 +73,5 @@ def skew_reverse(log_q, log_p, numbers):
 def generalised_reverse(log_q, log_p, numbers):
     """Q log(Q/P) - Q + P."""
     q = tl.exp(log_q)
-    slope = _times(q, log_q - log_p)
+    slope = times(q, log_q - log_p)
     return slope - q + tl.exp(log_p), slope

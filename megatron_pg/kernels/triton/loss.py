@@ -69,13 +69,11 @@ class _SinglePass(torch.autograd.Function):
         from megatron_pg.kernels.triton import single_pass
 
         gradient = logits.detach() if inplace else torch.empty_like(logits)
-        found = single_pass.loss_and_gradient(logits, gradient, policy_loss, vocabulary, **options)
+        found, _ = single_pass.loss_and_gradient(logits, gradient, policy_loss, vocabulary, **options)
         if inplace:  # whoever saved the logits gets an error, not a wrong gradient
             torch.autograd.graph.increment_version(logits)
         ctx.gradient, ctx.grad_scale = gradient, options["grad_scale"]
-        ctx.set_materialize_grads(False)  # skip materializing zeros: one launch per unused gradient
-        ctx.mark_non_differentiable(*(values for values in found.per_token if values is not None))
-        return found.loss, *found.per_token
+        return found.for_autograd(ctx)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -104,9 +102,7 @@ class _TwoPasses(torch.autograd.Function):
         found, slope, bend = loss_and_slopes(policy_loss, rows.logprobs, rows.entropy)
         ctx.save_for_backward(logits, targets, mask, *rows, slope, bend)
         ctx.vocabulary, ctx.inplace = vocabulary, inplace
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(values for values in found.per_token if values is not None))
-        return found.loss, *found.per_token
+        return found.for_autograd(ctx)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -3,7 +3,6 @@
 `PolicyLoss`, the specification, takes a dozen launches for each sum.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,43 +27,27 @@ class SequencePointers(NamedTuple):
     sums: Any  # [5, S] float64 over the sequence: log-ratio, A, anchor - log π, the objective's own average, weights
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SequenceFields:
-    """The pointers, and what the kernel is compiled for."""
+def sequence_fields(policy_loss: PolicyLoss, logprobs: Tensor) -> tuple[SequencePointers, dict[str, Any]]:
+    """The sums over the sequences of all context-parallel ranks, and what the kernel is compiled for.
 
-    pointers: SequencePointers
-    constants: dict[str, Any]
-
-
-def sequence_fields(policy_loss: PolicyLoss, logprobs: Tensor) -> SequenceFields:
-    """The sums over the sequences of all context-parallel ranks, which call with the same terms and sequences."""
-    sequences: Any = policy_loss.fields.sequences  # which check_loss has asked for
-    terms = policy_loss.terms
-    is_corrected = policy_loss.fields.corrections is not None
-    constants = {
-        "OPSM": terms.opsm_anchor is not None,
-        "ONE_WEIGHT": terms.objective.has_one_loss_per_sequence and is_corrected,
-    }
+    The ranks call with the same terms and sequences.
+    """
+    fields, terms, kernel = policy_loss.fields, policy_loss.terms, policy_loss.token_kernel
+    sequences = cast(Sequences, fields.sequences)  # which check_loss has asked for
+    has_one_weight = terms.objective.has_one_loss_per_sequence and fields.corrections is not None
+    constants = {"OPSM": terms.opsm_anchor is not None, "ONE_WEIGHT": has_one_weight}
     count = len(sequences.counts)
     sums = torch.empty(SUMS.value, count, dtype=torch.float64, device=logprobs.device)
     if count:
-        _sum(policy_loss, logprobs, sums, constants)
+        averaged = kernel.load_averaged() if kernel is not None and kernel.load_averaged is not None else None
+        anchors = fields.mask if terms.opsm_anchor is None else getattr(fields, terms.opsm_anchor)
+        read: list[Any] = [fields.old_logprobs, anchors, fields.advantages, fields.corrected_weights, fields.mask]
+        read += [sequences.order, sequences.lengths]
+        tensors = logprobs, *(values.contiguous() for values in read), sums
+        options = {"AVERAGED": averaged, "BLOCK": BLOCK, "num_warps": 8} | constants | FUSED
+        segment_kernel[(count,)](*tensors, count, numbers_of(policy_loss), **options)
     sequences.over_ranks(sums)
-    return SequenceFields(
-        SequencePointers(sequences.slots.contiguous(), sequences.counts.contiguous(), sums), constants
-    )
-
-
-def _sum(policy_loss: PolicyLoss, logprobs: Tensor, sums: Tensor, constants: dict[str, Any]) -> None:
-    fields, kernel, anchor = policy_loss.fields, policy_loss.token_kernel, policy_loss.terms.opsm_anchor
-    sequences = cast(Sequences, fields.sequences)
-    averaged = kernel.load_averaged() if kernel is not None and kernel.load_averaged is not None else None
-    anchors = fields.mask if anchor is None else getattr(fields, anchor)
-    read = [fields.old_logprobs, anchors, fields.advantages, fields.corrected_weights, fields.mask]
-    read += [sequences.order, sequences.lengths]
-    tensors = logprobs, *(cast(Tensor, values).contiguous() for values in read), sums
-    options = {"AVERAGED": averaged, "BLOCK": BLOCK, "num_warps": 8} | constants | FUSED
-    segment_kernel[(sums.shape[1],)](*tensors, sums.shape[1], numbers_of(policy_loss), **options)
+    return SequencePointers(sequences.slots.contiguous(), sequences.counts.contiguous(), sums), constants
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -85,7 +68,7 @@ def segment_kernel(
     ONE_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One sequence per program: the sums of `SequenceFields` over its trained tokens."""
+    """One sequence per program: the sums of `SequencePointers` over its trained tokens."""
     sequence = tl.program_id(0)
     block = tl.arange(0, BLOCK)
     first = tl.zeros((BLOCK,), tl.int64)

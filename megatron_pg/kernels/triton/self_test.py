@@ -54,7 +54,7 @@ def _flaw(
     """How the kernel differs from the reference; None: it does not."""
     table, loss = _drawn(logits, policy_loss, vocabulary)
     gradient = torch.empty_like(table, dtype=dtype)
-    found, spills = single_pass.launch(
+    found, spills = single_pass.loss_and_gradient(
         table, gradient, loss, vocabulary, grad_scale=3.0, entropy=entropy, most_programs=_PROGRAMS
     )
     if spills:

@@ -97,8 +97,9 @@ def loss_and_gradient(
     *,
     grad_scale: float,
     entropy: bool,
-) -> PolicyGradientLoss:
-    """Loss and per-token values of a loss with a token kernel, float32, 0 where masked. Fills `gradient`.
+    most_programs: int | None = None,
+) -> tuple[PolicyGradientLoss, int]:
+    """Loss and per-token values of a loss with a token kernel, float32, 0 where masked; and the compiler's spills.
 
     Args:
         logits: [T, V] that `supports` accepts.
@@ -108,21 +109,8 @@ def loss_and_gradient(
         vocabulary: not sharded; padding has no probability and the gradient 0.
         grad_scale: factor of the gradient.
         entropy: False leaves the entropies 0, unless they are in the loss.
+        most_programs: None: all that fit on the GPU.
     """
-    return launch(logits, gradient, policy_loss, vocabulary, grad_scale=grad_scale, entropy=entropy)[0]
-
-
-def launch(
-    logits: Tensor,
-    gradient: Tensor,
-    policy_loss: PolicyLoss,
-    vocabulary: Vocabulary,
-    *,
-    grad_scale: float,
-    entropy: bool,
-    most_programs: int | None = None,
-) -> tuple[PolicyGradientLoss, int]:
-    """`loss_and_gradient`, and the compiler's number of spills; `most_programs`: None, all that fit on the GPU."""
     constants = term_constants(policy_loss)
     has_kl = constants["KL"] is not None
     out = torch.empty(5 + has_kl, len(logits), dtype=torch.float32, device=logits.device)

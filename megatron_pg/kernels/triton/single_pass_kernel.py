@@ -15,7 +15,7 @@ it comes before the store to the target's column.
 Written in Gluon, because plain Triton cannot keep a tile in shared memory from one pass to the next.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -111,33 +111,88 @@ def _load_tiles(
     return tiles
 
 
+class Places(NamedTuple):
+    """In a kernel, the shared memory of a program, in two views, and where each thread's vector is in a tile."""
+
+    groups: Any  # for the copies
+    slots: Any  # one tile each
+    words: Any  # offsets in a tile
+    group_words: Any  # in a group of tiles
+    columns: Any  # in the gradient of a tile
+
+
+class NextRow(NamedTuple):
+    """In a kernel, the row that a program takes next."""
+
+    words: Any  # pointer to the first one
+    live: Any  # False: masked, or there is none
+    limit: Any  # words that are read
+
+
+class RowGradient(NamedTuple):
+    """In a kernel, what the gradient of a row is made of."""
+
+    slope: Any  # of the loss by the log-probability
+    moves: Any  # False: the gradient is 0, for instance where the objective clips
+    column_terms: Any  # c, and peak, factor and bend of `_column_gradient`
+    key: Any  # of `_opaque`
+
+
+@gluon.jit
+def _places(word: gl.constexpr, ROW: gl.constexpr, COLUMNS: gl.constexpr):
+    """The `Places` of tiles of `word`s; the gradient of a thread's vector has `COLUMNS`."""
+    THREADS: gl.constexpr = ROW.threads
+    shared: gl.constexpr = gl.SwizzledSharedLayout(WORDS, 1, 1, [1, 0])
+    groups = gl.allocate_shared_memory(word, [ROW.groups, ROW.per_group * THREADS, WORDS], shared)
+    if REINTERPRETS:
+        slots = groups.reinterpret(word, [ROW.groups * ROW.per_group, THREADS, WORDS], shared)
+    else:
+        slots = groups._reinterpret(word, [ROW.groups * ROW.per_group, THREADS, WORDS], shared)
+    layout: gl.constexpr = gl.BlockedLayout([1, WORDS], [32, 1], [THREADS // 32, 1], [1, 0])
+    thread: gl.constexpr = gl.SliceLayout(1, layout)
+    in_thread = gl.arange(0, WORDS, layout=gl.SliceLayout(0, layout))[None, :]
+    words = gl.arange(0, THREADS, layout=thread)[:, None] * WORDS + in_thread
+    group_words = gl.arange(0, ROW.per_group * THREADS, layout=thread)[:, None] * WORDS + in_thread
+    g_layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS], [32, 1], [THREADS // 32, 1], [1, 0])
+    columns = gl.arange(0, THREADS, layout=gl.SliceLayout(1, g_layout))[:, None] * COLUMNS
+    columns = columns + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, g_layout))[None, :]
+    return Places(groups, slots, words, group_words, columns)
+
+
+@gluon.jit
+def _no_statistics(places, ROW: gl.constexpr):
+    """Statistics of no column, one of each thread."""
+    thread: gl.constexpr = gl.SliceLayout(1, places.words.type.layout)
+    none = gl.full((ROW.threads,), 0.0, gl.float32, thread)
+    return gl.full((ROW.threads,), FLOOR, gl.float32, thread), none, none
+
+
 @gluon.jit
 def _accumulate_slot(
-    statistics, slots, slot, offsets, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, MASKED: gl.constexpr
+    statistics, slot, places, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, MASKED: gl.constexpr
 ):
     """Add a tile of shared memory to the statistics. Copies write 0 beyond a row's end; `MASKED` makes it -inf."""
-    layout: gl.constexpr = offsets.type.layout
-    TILE: gl.constexpr = offsets.shape[0] * offsets.shape[1]
+    TILE: gl.constexpr = places.words.shape[0] * WORDS
     m, s, t = statistics
-    words = slots.index(slot).load(layout)
+    words = places.slots.index(slot).load(places.words.type.layout)
     if MASKED:
-        words = gl.where(offsets < width - slot * TILE, words, minus_infinity(KIND))
+        words = gl.where(places.words < width - slot * TILE, words, minus_infinity(KIND))
     return accumulate(m, s, t, (words,), c, KIND, ENTROPY)
 
 
 @gluon.jit
 def _stream_statistics(
-    statistics, z_row, offsets, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, ROW: gl.constexpr
+    statistics, z_row, places, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, ROW: gl.constexpr
 ):
     """Add the words that fit nowhere, with the next `streamed` tiles always in flight."""
     TILE: gl.constexpr = ROW.threads * WORDS
     COUNT: gl.constexpr = ROW.streamed
     after = (ROW.groups * ROW.per_group + ROW.kept) * TILE
     m, s, t = statistics
-    tiles = _load_tiles(z_row + after, offsets, width - after, KIND, TILE, 0, COUNT)
+    tiles = _load_tiles(z_row + after, places.words, width - after, KIND, TILE, 0, COUNT)
     for start in range(after, width, COUNT * TILE):
         ahead = start + COUNT * TILE
-        coming = _load_tiles(z_row + ahead, offsets, width - ahead, KIND, TILE, 0, COUNT)
+        coming = _load_tiles(z_row + ahead, places.words, width - ahead, KIND, TILE, 0, COUNT)
         m, s, t = accumulate(m, s, t, tiles, c, KIND, ENTROPY)
         tiles = coming
     return m, s, t
@@ -145,100 +200,115 @@ def _stream_statistics(
 
 @gluon.jit
 def _stream_gradients(
-    z_row, g_row, offsets, g_offsets, width, column_terms, KIND: gl.constexpr, BONUS: gl.constexpr, ROW: gl.constexpr
+    z_row, g_row, places, width, column_terms, KIND: gl.constexpr, BONUS: gl.constexpr, ROW: gl.constexpr
 ):
     """Write the gradient of the words that fit nowhere, backwards: the words read last are read again first."""
     dtype: gl.constexpr = g_row.dtype.element_ty
-    layout: gl.constexpr = g_offsets.type.layout
+    layout: gl.constexpr = places.columns.type.layout
     PAIR: gl.constexpr = 2 if KIND.is_pair else 1
     TILE: gl.constexpr = ROW.threads * WORDS
     COUNT: gl.constexpr = ROW.streamed
     after = (ROW.groups * ROW.per_group + ROW.kept) * TILE
     groups = gl.cdiv(width - after, COUNT * TILE)
     start = after + (groups - 1) * (COUNT * TILE)
-    tiles = _load_tiles(z_row + start, offsets, width - start, KIND, TILE, 0, COUNT)
+    tiles = _load_tiles(z_row + start, places.words, width - start, KIND, TILE, 0, COUNT)
     for _ in range(groups):
         ahead = start - COUNT * TILE
         limit = gl.where(ahead >= after, width - ahead, 0)
-        coming = _load_tiles(z_row + ahead, offsets, limit, KIND, TILE, 0, COUNT)
+        coming = _load_tiles(z_row + ahead, places.words, limit, KIND, TILE, 0, COUNT)
         for k in gl.static_range(COUNT):
             at = (start + k * TILE) * PAIR
             out = _tile_gradient(tiles[k], column_terms, dtype, KIND, layout, BONUS)
-            gl.store(g_row + at, out, mask=g_offsets < width * PAIR - at)
+            gl.store(g_row + at, out, mask=places.columns < width * PAIR - at)
         tiles = coming
         start = ahead
 
 
 @gluon.jit
-def _first_statistics(
-    statistics, slots, kept, z_row, offsets, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, ROW: gl.constexpr
+def _read_first_row(
+    source, live, limit, places, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, ROW: gl.constexpr
 ):
-    """The statistics of a program's first row, all of which has been copied and loaded."""
+    """The kept tiles and the statistics of a program's first row.
+
+    Nothing overlaps yet: copy all of it, wait for all copies, accumulate. A masked row (not live) has the limit 0, so
+    none of it is read.
+    """
+    GROUPS: gl.constexpr = ROW.groups
+    PER: gl.constexpr = ROW.per_group
+    TILE: gl.constexpr = ROW.threads * WORDS
+    SLOTS: gl.constexpr = ROW.groups * PER
     KEPT: gl.constexpr = ROW.kept
-    for slot in range(ROW.groups * ROW.per_group):
-        statistics = _accumulate_slot(statistics, slots, slot, offsets, width, c, KIND, ENTROPY, MASKED=True)
-    for k in gl.static_range(KEPT):
-        statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
-    if ROW.streamed > 0:
-        statistics = _stream_statistics(statistics, z_row, offsets, width, c, KIND, ENTROPY, ROW)
-    return statistics
+    z_words, row, z_stride = source
+    z_row = z_words + row * z_stride
+    for g in gl.static_range(GROUPS):
+        _fill(places.groups.index(g), z_row + g * PER * TILE, places.group_words, limit - g * PER * TILE)
+    kept = _load_tiles(z_row + places.words, places.words, limit, KIND, TILE, SLOTS, KEPT)
+    statistics = _no_statistics(places, ROW)
+    async_copy.wait_group(0)
+    if live:
+        for slot in range(SLOTS):
+            statistics = _accumulate_slot(statistics, slot, places, width, c, KIND, ENTROPY, MASKED=True)
+        for k in gl.static_range(KEPT):
+            statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
+        if ROW.streamed > 0:
+            z_tile = z_row + places.words
+            statistics = _stream_statistics(statistics, z_tile, places, width, c, KIND, ENTROPY, ROW)
+    return kept, statistics
 
 
 @gluon.jit
 def _write_outside_shared(
-    source,
-    g_row,
-    kept,
-    key,
-    offsets,
-    g_offsets,
-    columns,
-    moves,
-    column_terms,
-    KIND: gl.constexpr,
-    BONUS: gl.constexpr,
-    ROW: gl.constexpr,
+    source, g_row, columns, gradient, kept, places, KIND: gl.constexpr, BONUS: gl.constexpr, ROW: gl.constexpr
 ):
     """Write the gradient of what is not in shared memory: kept tiles, then streamed ones.
 
-    A gradient of 0 (not `moves`) is written over the whole row, so that the groups have nothing to write.
+    A gradient that is 0 is written over the whole row, so that the groups have nothing to write.
     """
     dtype: gl.constexpr = g_row.dtype.element_ty
-    layout: gl.constexpr = g_offsets.type.layout
+    layout: gl.constexpr = places.columns.type.layout
     PAIR: gl.constexpr = 2 if KIND.is_pair else 1
     TILE: gl.constexpr = ROW.threads * WORDS
     SLOTS: gl.constexpr = ROW.groups * ROW.per_group
     KEPT: gl.constexpr = ROW.kept
-    if moves:
+    if gradient.moves:
         for k in gl.static_range(KEPT):
             at = (SLOTS + k) * TILE * PAIR
-            out = _tile_gradient(_opaque(kept[k], key, KIND), column_terms, dtype, KIND, layout, BONUS)
-            gl.store(g_row + at, out, mask=g_offsets < columns - at)
+            words = _opaque(kept[k], gradient.key, KIND)
+            out = _tile_gradient(words, gradient.column_terms, dtype, KIND, layout, BONUS)
+            gl.store(g_row + at, out, mask=places.columns < columns - at)
         if ROW.streamed > 0:
             z_words, row, z_stride = source
-            z_this = z_words + row * z_stride + offsets
-            _stream_gradients(z_this, g_row, offsets, g_offsets, columns // PAIR, column_terms, KIND, BONUS, ROW)
+            z_words = z_words + row * z_stride + places.words
+            _stream_gradients(z_words, g_row, places, columns // PAIR, gradient.column_terms, KIND, BONUS, ROW)
     else:
         zeros = gl.full((ROW.threads, WORDS * PAIR), 0.0, dtype, layout)
         for start in range(0, columns, TILE * PAIR):
-            gl.store(g_row + start, zeros, mask=g_offsets < columns - start)
+            gl.store(g_row + start, zeros, mask=places.columns < columns - start)
+
+
+@gluon.jit
+def _write_slot(slot, places, g_row, columns, gradient, KIND: gl.constexpr, BONUS: gl.constexpr, MASKED: gl.constexpr):
+    """Write the gradient of a tile of shared memory; `MASKED`: the row may end within it."""
+    TILE: gl.constexpr = places.columns.shape[0] * places.columns.shape[1]
+    dtype: gl.constexpr = g_row.dtype.element_ty
+    layout: gl.constexpr = places.columns.type.layout
+    at = slot * TILE
+    words = places.slots.index(slot).load(places.words.type.layout)
+    out = _tile_gradient(words, gradient.column_terms, dtype, KIND, layout, BONUS)
+    if MASKED:
+        gl.store(g_row + at, out, mask=places.columns < columns - at)
+    else:
+        gl.store(g_row + at, out)
 
 
 @gluon.jit
 def _exchange_groups(
-    statistics,
-    groups,
-    slots,
-    kept,
-    z_next,
+    following,
     g_row,
-    offsets,
-    group_offsets,
-    g_offsets,
     columns,
-    live_next,
-    moves,
-    column_terms,
+    gradient,
+    kept,
+    places,
     KIND: gl.constexpr,
     BONUS: gl.constexpr,
     ENTROPY: gl.constexpr,
@@ -256,75 +326,71 @@ def _exchange_groups(
     ALL_SHARED: gl.constexpr = ROW.kept == 0 and ROW.streamed == 0  # then a row may end within shared memory
     PAIR: gl.constexpr = 2 if KIND.is_pair else 1
     TILE: gl.constexpr = ROW.threads * WORDS
-    dtype: gl.constexpr = g_row.dtype.element_ty
-    layout: gl.constexpr = offsets.type.layout
-    g_layout: gl.constexpr = g_offsets.type.layout
-    c = column_terms[0]
+    c = gradient.column_terms[0]
     width = columns // PAIR
-    limit = gl.where(live_next, width, 0)
+    statistics = _no_statistics(places, ROW)
     for g in gl.static_range(GROUPS):
         if g >= LAG:
             async_copy.wait_group(LAG - 1)
         for tile in range(PER):
-            if moves:
-                at = (g * PER + tile) * TILE * PAIR
-                words = slots.index(g * PER + tile).load(layout)
-                out = _tile_gradient(words, column_terms, dtype, KIND, g_layout, BONUS)
-                if ALL_SHARED:
-                    gl.store(g_row + at, out, mask=g_offsets < columns - at)
-                else:
-                    gl.store(g_row + at, out)
+            if gradient.moves:
+                slot = g * PER + tile
+                _write_slot(slot, places, g_row, columns, gradient, KIND, BONUS, MASKED=ALL_SHARED)
             if g >= LAG:
-                if live_next:
+                if following.live:
                     slot = (g - LAG) * PER + tile
-                    statistics = _accumulate_slot(statistics, slots, slot, offsets, width, c, KIND, ENTROPY, ALL_SHARED)
+                    statistics = _accumulate_slot(statistics, slot, places, width, c, KIND, ENTROPY, ALL_SHARED)
         if g > 0 and ROW.streamed == 0:  # the kept tiles of the next row, spread over the groups
-            if live_next:
+            if following.live:
                 for k in gl.static_range((g - 1) * KEPT // (GROUPS - 1), g * KEPT // (GROUPS - 1)):
                     statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
         # Each thread has read its own words of this group (above), so its copies may overwrite them.
-        _fill(groups.index(g), z_next + g * PER * TILE, group_offsets, limit - g * PER * TILE)
+        at = g * PER * TILE
+        _fill(places.groups.index(g), following.words + at, places.group_words, following.limit - at)
     return statistics
 
 
 @gluon.jit
-def _finish_statistics(
-    statistics, slots, kept, offsets, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, ROW: gl.constexpr
+def _finish_next_row(
+    statistics, kept, following, places, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, ROW: gl.constexpr
 ):
-    """Add the last `lag` groups of the next row, each as soon as its copy is complete, and late kept tiles."""
+    """The rest of the next row's statistics: its last `lag` groups, each as soon as its copy is complete, late tiles.
+
+    The streamed tiles come first, because the kept tiles get their registers. A masked row is copied as zeros, which
+    must land before the copies of the row after it start.
+    """
     GROUPS: gl.constexpr = ROW.groups
+    PER: gl.constexpr = ROW.per_group
     LAG: gl.constexpr = ROW.lag
     KEPT: gl.constexpr = ROW.kept
+    TILE: gl.constexpr = ROW.threads * WORDS
     ALL_SHARED: gl.constexpr = ROW.kept == 0 and ROW.streamed == 0
-    for g in gl.static_range(GROUPS - LAG, GROUPS):
-        async_copy.wait_group(GROUPS - 1 - g)
-        for tile in range(ROW.per_group):
-            slot = g * ROW.per_group + tile
-            statistics = _accumulate_slot(statistics, slots, slot, offsets, width, c, KIND, ENTROPY, ALL_SHARED)
     if ROW.streamed > 0:
-        for k in gl.static_range(KEPT):
-            statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
-    return statistics
+        z_words = following.words + places.words
+        if following.live:
+            statistics = _stream_statistics(statistics, z_words, places, width, c, KIND, ENTROPY, ROW)
+        kept = _load_tiles(z_words, places.words, following.limit, KIND, TILE, GROUPS * PER, KEPT)
+    if following.live:
+        for g in gl.static_range(GROUPS - LAG, GROUPS):
+            async_copy.wait_group(GROUPS - 1 - g)
+            for tile in range(PER):
+                statistics = _accumulate_slot(statistics, g * PER + tile, places, width, c, KIND, ENTROPY, ALL_SHARED)
+        if ROW.streamed > 0:
+            for k in gl.static_range(KEPT):
+                statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
+    else:
+        async_copy.wait_group(0)
+    return statistics, kept
 
 
 @gluon.jit
-def _load_token(
-    row,
-    live,
-    logits,
-    targets,
-    fields,
-    columns,
-    logits_stride,
-    KIND: gl.constexpr,
-    KL: gl.constexpr,
-    BONUS: gl.constexpr,
-):
+def _load_token(row, live, source, KIND: gl.constexpr, KL: gl.constexpr, BONUS: gl.constexpr):
     """Column and logit of the target, and the values of the loss terms; 0 where the row is not live.
 
     A target outside the vocabulary has the logit NaN, so loss and gradient of its row are NaN, and no address outside
     the row is read.
     """
+    logits, targets, fields, columns, logits_stride = source
     target = gl.load(targets + row, mask=live, other=0)
     exists = (target >= 0) & (target < columns)
     column = gl.where(exists, target, 0)
@@ -335,24 +401,14 @@ def _load_token(
 
 
 @gluon.jit
-def _row_loss(
-    statistics,
-    target_logit,
-    values_of_row,
-    c,
-    numbers,
-    coefficients,
-    grad_scale,
-    zero,
-    TOKEN_KERNEL: gl.constexpr,
-    KL: gl.constexpr,
-    BONUS: gl.constexpr,
-):
-    """The row's results; and of its gradient: slope, then peak, factor and bend of `_column_gradient`, `_opaque`'s key.
+def _row_loss(statistics, token, of_loss, TOKEN_KERNEL: gl.constexpr, KL: gl.constexpr, BONUS: gl.constexpr):
+    """The results of a row, and of its gradient slope, peak, factor, bend and key.
 
     With `total` the sum of 2^(z c - peak), the probability of a column is 2^x / total.
     """
+    c, numbers, coefficients, grad_scale, zero = of_loss
     m, s, t = statistics
+    _, target_logit, values_of_row = token
     peak, total, shifted = gl.reduce((m, s, t), 0, merge)  # the threads of the row meet here, once
     logprob, entropy = logprob_and_entropy(peak, total, shifted, target_logit, c)
     policy, slope = TOKEN_KERNEL(logprob, values_of_row.old_logprob, values_of_row.advantage, numbers)
@@ -365,13 +421,42 @@ def _row_loss(
     else:
         factor = slope / total
     key = zero & total.to(gl.int32, bitcast=True)  # 0, which the compiler cannot know
-    return (policy, loss, logprob, logprob - values_of_row.old_logprob, entropy, kl), slope, peak, factor, bend, key
+    found = (policy, loss, logprob, logprob - values_of_row.old_logprob, entropy, kl)
+    return found, slope, peak, factor, bend, key
 
 
 @gluon.jit
-def _store_results(results, rows, row, found, KL: gl.constexpr, ENTROPY: gl.constexpr):
-    """Results [5 or 6, rows]: loss of the objective, whole loss, log-probability, log-ratio, entropy, KL estimate."""
-    policy, loss, logprob, log_ratio, entropy, kl = found
+def _finish_row(
+    results,
+    rows,
+    row,
+    statistics,
+    token,
+    live,
+    of_loss,
+    TOKEN_KERNEL: gl.constexpr,
+    KL: gl.constexpr,
+    BONUS: gl.constexpr,
+    ENTROPY: gl.constexpr,
+):
+    """Store the results of a row, 0 if it is masked, and return its `RowGradient`.
+
+    Results [5 or 6, rows] are loss of the objective, whole loss, log-probability, log-ratio, entropy, KL estimate.
+    """
+    slope = 0.0
+    bend = 0.0
+    peak = 0.0
+    factor = 0.0
+    policy = 0.0
+    loss = 0.0
+    kl = 0.0
+    logprob = 0.0
+    log_ratio = 0.0
+    entropy = 0.0
+    key = 0
+    if live:
+        found, slope, peak, factor, bend, key = _row_loss(statistics, token, of_loss, TOKEN_KERNEL, KL, BONUS)
+        policy, loss, logprob, log_ratio, entropy, kl = found
     gl.store(results + row, policy)
     gl.store(results + rows + row, loss)
     gl.store(results + 2 * rows + row, logprob)
@@ -379,6 +464,53 @@ def _store_results(results, rows, row, found, KL: gl.constexpr, ENTROPY: gl.cons
     gl.store(results + 4 * rows + row, entropy if ENTROPY else 0.0)
     if KL is not None:
         gl.store(results + 5 * rows + row, kl)
+    moves = slope != 0
+    if BONUS:
+        moves = moves | (bend != 0)
+    return RowGradient(slope, moves, (of_loss[0], peak, factor, bend), key)
+
+
+@gluon.jit
+def _write_row(
+    source,
+    g_row,
+    columns,
+    token,
+    gradient,
+    following,
+    kept,
+    places,
+    KIND: gl.constexpr,
+    BONUS: gl.constexpr,
+    ENTROPY: gl.constexpr,
+    ROW: gl.constexpr,
+):
+    """Write the gradient of a row and start to read the next one in its place: statistics so far, and kept tiles."""
+    TILE: gl.constexpr = ROW.threads * WORDS
+    g_columns = g_row + places.columns
+    # 1. The gradient of what is not in shared memory. The registers of the kept tiles are free then.
+    _write_outside_shared(source, g_columns, columns, gradient, kept, places, KIND, BONUS, ROW)
+    if ROW.streamed == 0:
+        kept = _load_tiles(
+            following.words + places.words,
+            places.words,
+            following.limit,
+            KIND,
+            TILE,
+            ROW.groups * ROW.per_group,
+            ROW.kept,
+        )
+    # 2. The gradient of each group, and in its place the next row.
+    statistics = _exchange_groups(following, g_columns, columns, gradient, kept, places, KIND, BONUS, ENTROPY, ROW)
+    # 3. The target's column, without whose own part another thread has written it above: the barrier orders the two
+    #    stores. Its logit was loaded before anything was written.
+    if gradient.moves:
+        target, target_logit, _ = token
+        thread_barrier()
+        p = _column_gradient(target_logit, gradient.column_terms, BONUS)
+        out = through_cap(p - gradient.slope, target_logit, KIND.cap)
+        gl.store(g_row + target, out.to(g_row.dtype.element_ty))
+    return statistics, kept
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -408,118 +540,37 @@ def single_pass_kernel(
 
     `fields` are `FieldPointers`, `coefficients` lambda and eta of `terms`, `ROW` is a `Tiling`.
     """
-    THREADS: gl.constexpr = ROW.threads
-    GROUPS: gl.constexpr = ROW.groups
-    PER: gl.constexpr = ROW.per_group
     PAIR: gl.constexpr = 2 if KIND.is_pair else 1  # columns of a word
-    TILE: gl.constexpr = THREADS * WORDS
-    SLOTS: gl.constexpr = GROUPS * PER
-    dtype: gl.constexpr = gradients.dtype.element_ty
-    word: gl.constexpr = gl.int32 if PAIR == 2 else logits.dtype.element_ty
-    layout: gl.constexpr = gl.BlockedLayout([1, WORDS], [32, 1], [THREADS // 32, 1], [1, 0])
-    g_layout: gl.constexpr = gl.BlockedLayout([1, WORDS * PAIR], [32, 1], [THREADS // 32, 1], [1, 0])
-    thread: gl.constexpr = gl.SliceLayout(1, layout)
-    shared: gl.constexpr = gl.SwizzledSharedLayout(WORDS, 1, 1, [1, 0])
-    # Two views of the same memory: `groups` for the copies, `slots` for single tiles.
-    groups = gl.allocate_shared_memory(word, [GROUPS, PER * THREADS, WORDS], shared)
-    if REINTERPRETS:
-        slots = groups.reinterpret(word, [SLOTS, THREADS, WORDS], shared)
-    else:
-        slots = groups._reinterpret(word, [SLOTS, THREADS, WORDS], shared)
-
-    in_thread = gl.arange(0, WORDS, layout=gl.SliceLayout(0, layout))[None, :]
-    offsets = gl.arange(0, THREADS, layout=thread)[:, None] * WORDS + in_thread
-    group_offsets = gl.arange(0, PER * THREADS, layout=thread)[:, None] * WORDS + in_thread
-    g_thread = gl.arange(0, THREADS, layout=gl.SliceLayout(1, g_layout))[:, None] * (WORDS * PAIR)
-    g_offsets = g_thread + gl.arange(0, WORDS * PAIR, layout=gl.SliceLayout(0, g_layout))[None, :]
-    none = gl.full((THREADS,), 0.0, gl.float32, thread)
-    floor = gl.full((THREADS,), FLOOR, gl.float32, thread)
-
+    word: gl.constexpr = gl.int32 if KIND.is_pair else logits.dtype.element_ty
+    places = _places(word, ROW, WORDS * PAIR)
     z_words = logits.to(gl.pointer_type(word))
     z_stride = logits_stride // PAIR
     width = columns // PAIR
+    of_token = (logits, targets, fields, columns, logits_stride)
+    of_loss = (c, numbers, coefficients, grad_scale, zero)
 
-    # The first row. Nothing overlaps yet: copy all of it, wait for all copies, accumulate. A masked row (not live) has
-    # the limit 0, so none of it is read here or anywhere below.
     row = gl.program_id(0).to(gl.int64)
     live = gl.load(fields.mask + row) != 0
     if ROW.ahead:
-        token = _load_token(row, live, logits, targets, fields, columns, logits_stride, KIND, KL, BONUS)
+        token = _load_token(row, live, of_token, KIND, KL, BONUS)
     limit = gl.where(live, width, 0)
-    z_row = z_words + row * z_stride
-    for g in gl.static_range(GROUPS):
-        _fill(groups.index(g), z_row + g * PER * TILE, group_offsets, limit - g * PER * TILE)
-    kept = _load_tiles(z_row + offsets, offsets, limit, KIND, TILE, SLOTS, ROW.kept)
-    statistics = (floor, none, none)
-    async_copy.wait_group(0)
-    if live:
-        statistics = _first_statistics(statistics, slots, kept, z_row + offsets, offsets, width, c, KIND, ENTROPY, ROW)
-
+    first = (z_words, row, z_stride)
+    kept, statistics = _read_first_row(first, live, limit, places, width, c, KIND, ENTROPY, ROW)
     while row < rows:
-        # 1. The loss of the row, from the statistics of all its words. A masked row has loss and gradient 0.
         if not ROW.ahead:
-            token = _load_token(row, live, logits, targets, fields, columns, logits_stride, KIND, KL, BONUS)
-        target, target_logit, values_of_row = token
-        slope = 0.0
-        bend = 0.0
-        peak = 0.0
-        factor = 0.0
-        policy = 0.0
-        loss = 0.0
-        kl = 0.0
-        logprob = 0.0
-        log_ratio = 0.0
-        entropy = 0.0
-        key = 0
-        if live:
-            of_row = (target_logit, values_of_row, c, numbers, coefficients, grad_scale, zero)
-            found, slope, peak, factor, bend, key = _row_loss(statistics, *of_row, TOKEN_KERNEL, KL, BONUS)
-            policy, loss, logprob, log_ratio, entropy, kl = found
-        _store_results(results, rows, row, (policy, loss, logprob, log_ratio, entropy, kl), KL, ENTROPY)
-        moves = slope != 0  # else the gradient is 0, for instance where the objective clips
-        if BONUS:
-            moves = moves | (bend != 0)
-        column_terms = (c, peak, factor, bend)
-
-        # 2. The gradient of what is not in shared memory.
-        following = row + gl.num_programs(0)
-        live_next = gl.load(fields.mask + following, mask=following < rows, other=0) != 0
-        limit = gl.where(live_next, width, 0)
-        z_next = z_words + following * z_stride
-        g_row = gradients + row * gradients_stride + g_offsets
+            token = _load_token(row, live, of_token, KIND, KL, BONUS)
+        of_row = (results, rows, row, statistics, token, live, of_loss)
+        gradient = _finish_row(*of_row, TOKEN_KERNEL, KL, BONUS, ENTROPY)
+        after = row + gl.num_programs(0)
+        live = gl.load(fields.mask + after, mask=after < rows, other=0) != 0
+        limit = gl.where(live, width, 0)
+        following = NextRow(z_words + after * z_stride, live, limit)
+        g_row = gradients + row * gradients_stride
         source = (z_words, row, z_stride)
-        _write_outside_shared(
-            source, g_row, kept, key, offsets, g_offsets, columns, moves, column_terms, KIND, BONUS, ROW
+        statistics, kept = _write_row(
+            source, g_row, columns, token, gradient, following, kept, places, KIND, BONUS, ENTROPY, ROW
         )
-
-        # 3. The gradient of each group, and in its place the next row. The registers of the kept tiles are free now.
-        if ROW.streamed == 0:
-            kept = _load_tiles(z_next + offsets, offsets, limit, KIND, TILE, SLOTS, ROW.kept)
-        places = (offsets, group_offsets, g_offsets)
-        statistics = _exchange_groups(
-            (floor, none, none), groups, slots, kept, z_next, g_row, *places, columns, live_next, moves, column_terms,
-            KIND, BONUS, ENTROPY, ROW,
-        )  # fmt: skip
-
-        # 4. The target's column, which another thread has written above without the target's own part: the barrier
-        #    orders the two stores. Its logit was loaded before anything was written.
-        if moves:
-            thread_barrier()
-            p = _column_gradient(target_logit, column_terms, BONUS)
-            out = through_cap(p - slope, target_logit, KIND.cap)
-            gl.store(gradients + row * gradients_stride + target, out.to(dtype))
         if ROW.ahead:
-            token = _load_token(following, live_next, logits, targets, fields, columns, logits_stride, KIND, KL, BONUS)
-
-        # 5. The rest of the next row's statistics. The streamed tiles come first, because the kept tiles get their
-        #    registers. A masked row is copied as zeros, which must land before the copies of the row after it start.
-        if ROW.streamed > 0:
-            if live_next:
-                statistics = _stream_statistics(statistics, z_next + offsets, offsets, width, c, KIND, ENTROPY, ROW)
-            kept = _load_tiles(z_next + offsets, offsets, limit, KIND, TILE, SLOTS, ROW.kept)
-        if live_next:
-            statistics = _finish_statistics(statistics, slots, kept, offsets, width, c, KIND, ENTROPY, ROW)
-        else:
-            async_copy.wait_group(0)
-        row = following
-        live = live_next
+            token = _load_token(after, live, of_token, KIND, KL, BONUS)
+        statistics, kept = _finish_next_row(statistics, kept, following, places, width, c, KIND, ENTROPY, ROW)
+        row = after

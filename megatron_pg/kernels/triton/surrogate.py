@@ -18,7 +18,6 @@ from megatron_pg.kernels.triton.segments import (
     LOG_RATIO,
     OWN,
     WEIGHT,
-    SequenceFields,
     SequencePointers,
     sequence_fields,
 )
@@ -69,9 +68,7 @@ class _Surrogate(torch.autograd.Function):
     def forward(ctx, logprobs, entropy, policy_loss):
         found, slope, bend = loss_and_slopes(policy_loss, logprobs, entropy)
         ctx.save_for_backward(slope, bend)
-        ctx.set_materialize_grads(False)  # skip materializing zeros: one launch per unused gradient
-        ctx.mark_non_differentiable(*(values for values in found.per_token if values is not None))
-        return found.loss, *found.per_token
+        return found.for_autograd(ctx)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -98,19 +95,18 @@ def _evaluate(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> _Pe
     """The values of one launch, or two."""
     constants, terms = term_constants(policy_loss), policy_loss.terms
     mask, of_objective = policy_loss.fields.mask, terms.objective.reads_sequences
+    sequences, of_sequences = SequencePointers(mask, mask, mask), {"OPSM": False, "ONE_WEIGHT": False}
     if terms.reads_sequences:
-        sequences = sequence_fields(policy_loss, logprobs)
-    else:
-        sequences = SequenceFields(SequencePointers(mask, mask, mask), {"OPSM": False, "ONE_WEIGHT": False})
+        sequences, of_sequences = sequence_fields(policy_loss, logprobs)
     is_found = [True, True, True, True, constants["BONUS"], constants["KL"] is not None]
     is_found += [of_objective, of_objective, terms.opsm_anchor is not None]
     out = torch.empty(len(is_found), len(logprobs), dtype=torch.float32, device=logprobs.device)
     if len(logprobs):
-        read = logprobs, entropy, field_pointers(policy_loss), sequences.pointers
+        read = logprobs, entropy, field_pointers(policy_loss), sequences
         numbers = numbers_of(policy_loss), coefficients_of(policy_loss)
         scalars = 1.0 / terms.grad_divisor, terms.opsm_threshold or 0.0
-        options = constants | {"SEQUENCES": terms.reads_sequences} | sequences.constants | FUSED
-        sizes = len(logprobs), sequences.pointers.sums.shape[-1]
+        options = constants | {"SEQUENCES": terms.reads_sequences} | of_sequences | FUSED
+        sizes = len(logprobs), sequences.sums.shape[-1]
         launch = surrogate_kernel[(triton.cdiv(len(logprobs), BLOCK),)]
         launch(*read, out, *sizes, *numbers, *scalars, **options, BLOCK=BLOCK)
     return _PerToken._make(values if known else None for values, known in zip(out.unbind(), is_found, strict=True))
@@ -120,6 +116,50 @@ def _evaluate(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> _Pe
 def _average(sequences, slot, known, count, num_sequences, SUM: tl.constexpr):
     """A sum over the token's sequence divided by its trained tokens; 0 where the token has no sequence."""
     return (tl.load(sequences.sums + SUM * num_sequences + slot, known, 0.0) / count).to(tl.float32)
+
+
+@triton.jit
+def _of_sequences(
+    logprob,
+    values,
+    sequences,
+    results,
+    rows,
+    row,
+    here,
+    live,
+    num_sequences,
+    numbers,
+    opsm_threshold,
+    TOKEN_KERNEL: tl.constexpr,
+    OPSM: tl.constexpr,
+    ONE_WEIGHT: tl.constexpr,
+):
+    """Loss, slope and fields of tokens whose objective reads sequences; stores what the sequence says of them."""
+    slot = tl.load(sequences.slots + row, here, num_sequences)
+    known = slot < num_sequences
+    count = tl.load(sequences.counts + slot, known, 1.0)
+    log_ratio = _average(sequences, slot, known, count, num_sequences, LOG_RATIO)
+    advantage = _average(sequences, slot, known, count, num_sequences, ADVANTAGE)
+    own = _average(sequences, slot, known, count, num_sequences, OWN)
+    numbers = numbers + (log_ratio, advantage, count.to(tl.float32), own)
+    policy, slope = TOKEN_KERNEL(logprob, values.old_logprob, values.advantage, numbers)
+    policy = tl.where(live, policy, 0.0)  # a token that is not trained has a sequence, too
+    slope = tl.where(live, slope, 0.0)
+    tl.store(results + 6 * rows + row, log_ratio, here)
+    tl.store(results + 7 * rows + row, advantage, here)
+    if OPSM:
+        drift = _average(sequences, slot, known, count, num_sequences, DRIFT)
+        kept = ((values.advantage < 0) & (drift > opsm_threshold)) == 0
+        policy = tl.where(kept, policy, 0.0)
+        slope = tl.where(kept, slope, 0.0)
+        tl.store(results + 8 * rows + row, kept.to(tl.float32), here)
+    if ONE_WEIGHT:
+        weight = tl.where(live, _average(sequences, slot, known, count, num_sequences, WEIGHT), 0.0)
+        values = FieldValues(
+            values.old_logprob, values.advantage, weight, values.other_logprob, values.kl_weight, values.bonus_weight
+        )
+    return policy, slope, values
 
 
 @triton.jit(do_not_specialize=["rows", "num_sequences"])
@@ -154,34 +194,10 @@ def surrogate_kernel(
     logprob = tl.load(logprobs + row, live, 0.0)
     entropy = tl.load(entropies + row, live, 0.0) if BONUS else 0.0
     if SEQUENCES:
-        slot = tl.load(sequences.slots + row, here, num_sequences)
-        known = slot < num_sequences
-        count = tl.load(sequences.counts + slot, known, 1.0)
-        log_ratio = _average(sequences, slot, known, count, num_sequences, LOG_RATIO)
-        advantage = _average(sequences, slot, known, count, num_sequences, ADVANTAGE)
-        own = _average(sequences, slot, known, count, num_sequences, OWN)
-        numbers = numbers + (log_ratio, advantage, count.to(tl.float32), own)
-        policy, slope = TOKEN_KERNEL(logprob, values.old_logprob, values.advantage, numbers)
-        policy = tl.where(live, policy, 0.0)  # a token that is not trained has a sequence, too
-        slope = tl.where(live, slope, 0.0)
-        tl.store(results + 6 * rows + row, log_ratio, here)
-        tl.store(results + 7 * rows + row, advantage, here)
-        if OPSM:
-            drift = _average(sequences, slot, known, count, num_sequences, DRIFT)
-            kept = ((values.advantage < 0) & (drift > opsm_threshold)) == 0
-            policy = tl.where(kept, policy, 0.0)
-            slope = tl.where(kept, slope, 0.0)
-            tl.store(results + 8 * rows + row, kept.to(tl.float32), here)
-        if ONE_WEIGHT:
-            weight = tl.where(live, _average(sequences, slot, known, count, num_sequences, WEIGHT), 0.0)
-            values = FieldValues(
-                values.old_logprob,
-                values.advantage,
-                weight,
-                values.other_logprob,
-                values.kl_weight,
-                values.bonus_weight,
-            )
+        places = (results, rows, row, here, live, num_sequences)
+        policy, slope, values = _of_sequences(
+            logprob, values, sequences, *places, numbers, opsm_threshold, TOKEN_KERNEL, OPSM, ONE_WEIGHT
+        )
     else:
         policy, slope = TOKEN_KERNEL(logprob, values.old_logprob, values.advantage, numbers)
     loss, slope, bend, kl = loss_terms(policy, slope, logprob, entropy, values, coefficients, KL, BONUS)

@@ -16,7 +16,16 @@ from typing_extensions import override
 
 from megatron_pg.kernels.readers import Slopes, filled
 from megatron_pg.kernels.teacher import TeacherLogits, TeacherReader, TeacherRowStatistics
-from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, LOWEST, logprob_and_entropy, softcapped, through_cap
+from megatron_pg.kernels.triton.tiles import (
+    FLOOR,
+    FUSED,
+    LN2,
+    LOWEST,
+    logprob_and_entropy,
+    softcapped,
+    through_cap,
+    times,
+)
 from megatron_pg.kernels.triton.vocab_parallel import COMBINE_ROWS, READ, Walk, log2_scale
 from megatron_pg.kernels.vocabulary import Vocabulary
 
@@ -76,12 +85,6 @@ def _sums_of(rows: TeacherRowStatistics) -> tuple[Tensor, ...]:
 
 
 @triton.jit
-def _times(power, value):
-    """Their product; 0 where the power is 0."""
-    return tl.where(power == 0, 0.0, power * value)
-
-
-@triton.jit
 def rescale(m, s, t, n, w, x, peak, top, FORM: tl.constexpr):
     """s, t, w and x, rebased from the maxima (m, n) to (peak, top)."""
     drop = m - peak
@@ -110,9 +113,9 @@ def add_pairs(m, s, t, n, w, x, students, teachers, c, FORM: tl.constexpr):
         of_student = tl.exp2(d)
         of_teacher = tl.exp2(u)
         if FORM == "forward_kl":
-            x += tl.sum(_times(of_teacher, u - d), axis=1)
+            x += tl.sum(times(of_teacher, u - d), axis=1)
         elif FORM == "reverse_kl":
-            x += tl.sum(_times(of_student, d - u), axis=1)
+            x += tl.sum(times(of_student, d - u), axis=1)
         s += tl.sum(of_student, axis=1)
         t += tl.sum(of_student * tl.maximum(d, LOWEST), axis=1)
         w += tl.sum(of_teacher, axis=1)
@@ -250,8 +253,8 @@ def add_mixtures(of_p, of_q, students, teachers, c, ends, NUMBERS: tl.constexpr)
         log_p = tl.fma(teachers[k], c, -n) - log_w
         over_q, over_p, share_q, share_p = _over_mixture(log_q, log_p, NUMBERS)
         larger = tl.exp2(tl.maximum(log_q, log_p))
-        of_p += tl.sum(_times(larger * share_p, over_p), axis=1)
-        of_q += tl.sum(_times(larger * share_q, over_q), axis=1)
+        of_p += tl.sum(times(larger * share_p, over_p), axis=1)
+        of_q += tl.sum(times(larger * share_q, over_q), axis=1)
     return of_p, of_q
 
 
@@ -318,11 +321,65 @@ def _pair_gradient(
     if FORM == "forward_kl":
         gradient -= tl.exp2(u) * pull
     elif FORM == "reverse_kl":
-        gradient += _times(power, (d - u) * pull)
+        gradient += times(power, (d - u) * pull)
     else:
         over_q, _, _, _ = _over_mixture(d - log_s, u - log_w, NUMBERS)
-        gradient += _times(power, over_q * pull)
+        gradient += times(power, over_q * pull)
     return through_cap(tl.where(column == target, gradient + a, gradient), z, CAP)
+
+
+@triton.jit
+def _factors(
+    row, a, e, g, entropies, centers, total, log_s, teacher_total, log_w, FORM: tl.constexpr, NUMBERS: tl.constexpr
+):
+    """Constant, bend, a and pull of `_pair_gradient`, from a row's upstream gradients times c ln2."""
+    constant = -(a + e * (tl.load(entropies + row) - LN2 * log_s) + g * tl.load(centers + row)) / total
+    if FORM == "forward_kl":
+        pull = g / teacher_total
+    elif FORM == "reverse_kl":
+        pull = g * LN2 / total
+        constant -= pull * (log_s - log_w)
+    else:
+        pull = g * LN2 * NUMBERS[1] / total
+    return constant, -e * LN2 / total, a, pull
+
+
+@triton.jit
+def _write_block(
+    z_row,
+    y_row,
+    g_row,
+    column,
+    inside,
+    valid,
+    columns,
+    of_row,
+    UNROLL: tl.constexpr,
+    FORM: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    CAP: tl.constexpr,
+):
+    """Writes the gradient of a block's tiles, the first of which has the columns `column`."""
+    TILE: tl.constexpr = column.shape[0] * column.shape[1]
+    dtype: tl.constexpr = g_row.dtype.element_ty
+    if inside:
+        of_student = ()
+        of_teacher = ()
+        for k in tl.static_range(UNROLL):
+            of_student = of_student + (tl.load(z_row + k * TILE),)
+            of_teacher = of_teacher + (tl.load(y_row + k * TILE),)
+        for k in tl.static_range(UNROLL):
+            at = column + k * TILE
+            out = _pair_gradient(of_student[k], of_teacher[k], at, *of_row, FORM, NUMBERS, CAP)
+            tl.store(g_row + k * TILE, out.to(dtype))
+    else:
+        for k in tl.static_range(UNROLL):
+            at = column + k * TILE
+            here = at < valid
+            z = tl.load(z_row + k * TILE, mask=here, other=float("-inf"))
+            y = tl.load(y_row + k * TILE, mask=here, other=float("-inf"))
+            out = _pair_gradient(z, y, at, *of_row, FORM, NUMBERS, CAP)
+            tl.store(g_row + k * TILE, tl.where(here, out, 0.0).to(dtype), mask=at < columns)
 
 
 @triton.jit
@@ -375,36 +432,13 @@ def gradient_kernel(
     g = tl.load(by_divergences + row) * (c * LN2)
     log_s = tl.log2(total)
     log_w = tl.log2(teacher_total)
-    constant = -(a + e * (tl.load(entropies + row) - LN2 * log_s) + g * tl.load(centers + row)) / total
-    if FORM == "forward_kl":
-        pull = g / teacher_total
-    elif FORM == "reverse_kl":
-        pull = g * LN2 / total
-        constant -= pull * (log_s - log_w)
-    else:
-        pull = g * LN2 * NUMBERS[1] / total
-    factors = (constant, -e * LN2 / total, a, pull)
+    of_row = (row, a, e, g, entropies, centers, total, log_s, teacher_total, log_w)
+    factors = _factors(*of_row, FORM, NUMBERS)
     ends = (tl.load(peaks + row), tl.load(teacher_peaks + row), log_s, log_w)
     z_row = students + row * student_stride + start + offsets
     y_row = teachers + row * teacher_stride + start + offsets
     g_row = gradients + row * gradient_stride + start + offsets
     column = offsets + start
-    dtype: tl.constexpr = gradients.dtype.element_ty
-    if start + TILE * UNROLL <= valid:  # then no mask, which no vector may share
-        of_student = ()
-        of_teacher = ()
-        for k in tl.static_range(UNROLL):
-            of_student = of_student + (tl.load(z_row + k * TILE),)
-            of_teacher = of_teacher + (tl.load(y_row + k * TILE),)
-        for k in tl.static_range(UNROLL):
-            at = column + k * TILE
-            out = _pair_gradient(of_student[k], of_teacher[k], at, target, c, ends, factors, FORM, NUMBERS, CAP)
-            tl.store(g_row + k * TILE, out.to(dtype))
-    else:
-        for k in tl.static_range(UNROLL):
-            at = column + k * TILE
-            here = at < valid
-            z = tl.load(z_row + k * TILE, mask=here, other=float("-inf"))
-            y = tl.load(y_row + k * TILE, mask=here, other=float("-inf"))
-            out = _pair_gradient(z, y, at, target, c, ends, factors, FORM, NUMBERS, CAP)
-            tl.store(g_row + k * TILE, tl.where(here, out, 0.0).to(dtype), mask=at < columns)
+    inside = start + TILE * UNROLL <= valid  # then no mask, which no vector may share
+    block = (column, inside, valid, columns, (target, c, ends, factors))
+    _write_block(z_row, y_row, g_row, *block, UNROLL, FORM, NUMBERS, CAP)

@@ -76,6 +76,12 @@ def values(words, KIND: tl.constexpr):
 
 
 @triton.jit
+def times(probability, value):
+    """Their product; 0 where the probability is 0, however far the value."""
+    return tl.where(probability == 0, 0.0, probability * value)
+
+
+@triton.jit
 def accumulate(m, s, t, tiles, c, KIND: tl.constexpr, ENTROPY: tl.constexpr):
     """Adds a tuple of tiles to each thread's statistics; the maximum over all of them is taken first."""
     peak = m

@@ -208,6 +208,35 @@ def _row_start(row, stride, WORDS: tl.constexpr, SHIFTED: tl.constexpr):
     return start, lead
 
 
+@triton.jit
+def _read_row(m, s, t, z_row, offsets, lead, valid, c, UNROLL: tl.constexpr, SHIFTED: tl.constexpr, KIND: tl.constexpr):
+    """Adds the valid columns of a row to each thread's statistics; the row begins `lead` words after `z_row`."""
+    TILE: tl.constexpr = offsets.shape[0] * offsets.shape[1]
+    end = valid + lead
+    begin = 0
+    if SHIFTED:
+        tile = tl.load(z_row, mask=(offsets >= lead) & (offsets < end), other=minus_infinity(KIND))
+        m, s, t = accumulate(m, s, t, (tile,), c, KIND, True)
+        begin = TILE
+    full = (end - begin) // (TILE * UNROLL)
+    for group in range(full):
+        tiles = ()
+        for k in tl.static_range(UNROLL):
+            at = begin + (group * UNROLL + k) * TILE
+            tiles = tiles + (tl.load(z_row + at),)
+        m, s, t = accumulate(m, s, t, tiles, c, KIND, True)
+    if begin + full * (TILE * UNROLL) < end:
+        # whole tiles have one mask for all: one that no vector shares would make the loads scalar
+        whole = (end - begin) // TILE
+        at = begin + whole * TILE
+        tiles = (tl.load(z_row + at, mask=offsets < end - at, other=minus_infinity(KIND)),)
+        for k in tl.static_range(UNROLL - 1):
+            i = full * UNROLL + k
+            tiles = tiles + (tl.load(z_row + begin + i * TILE, mask=i < whole, other=minus_infinity(KIND)),)
+        m, s, t = accumulate(m, s, t, tiles, c, KIND, True)
+    return m, s, t
+
+
 @triton.jit(do_not_specialize=["rows"])
 def statistics_kernel(
     logits,
@@ -231,7 +260,6 @@ def statistics_kernel(
     Statistics are results[row] = m, s, t and the target's logit, 0 where another rank owns the target.
     """
     row = tl.program_id(0).to(tl.int64)
-    TILE: tl.constexpr = THREADS * WORDS
     offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     m = tl.full((THREADS,), FLOOR, tl.float32)
     s = tl.zeros((THREADS,), tl.float32)
@@ -246,28 +274,7 @@ def statistics_kernel(
         target_logit = softcapped(target_logit, KIND.cap)
         origin, lead = _row_start(row, stride, WORDS, SHIFTED)
         z_row = logits + origin + offsets
-        end = valid + lead
-        begin = 0
-        if SHIFTED:
-            tile = tl.load(z_row, mask=(offsets >= lead) & (offsets < end), other=minus_infinity(KIND))
-            m, s, t = accumulate(m, s, t, (tile,), c, KIND, True)
-            begin = TILE
-        full = (end - begin) // (TILE * UNROLL)
-        for group in range(full):
-            tiles = ()
-            for k in tl.static_range(UNROLL):
-                at = begin + (group * UNROLL + k) * TILE
-                tiles = tiles + (tl.load(z_row + at),)
-            m, s, t = accumulate(m, s, t, tiles, c, KIND, True)
-        if begin + full * (TILE * UNROLL) < end:
-            # whole tiles have one mask for all: one that no vector shares would make the loads scalar
-            whole = (end - begin) // TILE
-            at = begin + whole * TILE
-            tiles = (tl.load(z_row + at, mask=offsets < end - at, other=minus_infinity(KIND)),)
-            for k in tl.static_range(UNROLL - 1):
-                i = full * UNROLL + k
-                tiles = tiles + (tl.load(z_row + begin + i * TILE, mask=i < whole, other=minus_infinity(KIND)),)
-            m, s, t = accumulate(m, s, t, tiles, c, KIND, True)
+        m, s, t = _read_row(m, s, t, z_row, offsets, lead, valid, c, UNROLL, SHIFTED, KIND)
     peak, total, shifted = tl.reduce((m, s, t), 0, merge)
     total = tl.where(live, total, 1.0)
     if WHOLE:
@@ -335,6 +342,78 @@ def _tile_gradient(tile, column, target, c, factors, BENDS: tl.constexpr, KIND: 
     return through_cap(tl.where(column == target, gradient + a, gradient), z, KIND.cap)
 
 
+@triton.jit
+def _slopes(row, target, c, totals, vocab_size, by_logprobs, by_entropies, grad_loss):
+    """a and e of the gradient of a row, and its total.
+
+    a (delta_j - p_j) - e p_j (log p_j + H),   a, e = by_logprobs, by_entropies times grad_loss c ln2
+    """
+    total = tl.load(totals + row)
+    exists = (target >= 0) & (target < vocab_size) & (total > 0) & (total < float("inf"))
+    scale = c * LN2
+    if grad_loss is not None:
+        scale *= tl.load(grad_loss)
+    # an objective that compares and clips has slope 0 where the log-probability is NaN
+    a = tl.where(exists, tl.load(by_logprobs + row), float("nan")) * scale
+    e = 0.0
+    if by_entropies is not None:
+        e = tl.load(by_entropies + row) * scale
+    return a, e, total
+
+
+@triton.jit
+def _write_block(
+    z_row,
+    g_row,
+    column,
+    target,
+    c,
+    of_row,
+    inside,
+    valid,
+    columns,
+    UNROLL: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    BENDS: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Writes the gradient of a block's tiles, the first of which has the columns `column`."""
+    TOGETHER: tl.constexpr = 1 if SHIFTED else UNROLL  # where loads are scalar, more would take the registers
+    TILE: tl.constexpr = column.shape[0] * column.shape[1]
+    dtype: tl.constexpr = g_row.dtype.element_ty
+    if inside:
+        tiles = ()
+        for k in tl.static_range(UNROLL):
+            tiles = tiles + (tl.load(z_row + k * TILE),)
+        for k in tl.static_range(UNROLL):
+            out = _tile_gradient(tiles[k], column + k * TILE, target, c, of_row, BENDS, KIND)
+            tl.store(g_row + k * TILE, out.to(dtype))
+    else:
+        for first_tile in tl.static_range(0, UNROLL, TOGETHER):
+            masked = ()
+            for k in tl.static_range(first_tile, first_tile + TOGETHER):
+                here = (column + k * TILE >= 0) & (column + k * TILE < valid)
+                masked = masked + (tl.load(z_row + k * TILE, mask=here, other=float("-inf")),)
+            for k in tl.static_range(first_tile, first_tile + TOGETHER):
+                at = column + k * TILE
+                out = _tile_gradient(masked[k - first_tile], at, target, c, of_row, BENDS, KIND)
+                out = tl.where((at >= 0) & (at < valid), out, 0.0)
+                tl.store(g_row + k * TILE, out.to(dtype), mask=(at >= 0) & (at < columns))
+
+
+@triton.jit
+def _write_zeros(g_row, column, inside, columns, UNROLL: tl.constexpr):
+    """Writes the gradient of a block of a row that is not read."""
+    TILE: tl.constexpr = column.shape[0] * column.shape[1]
+    zeros = tl.zeros(column.shape, g_row.dtype.element_ty)
+    for k in tl.static_range(UNROLL):
+        at = column + k * TILE
+        if inside:
+            tl.store(g_row + k * TILE, zeros)
+        else:
+            tl.store(g_row + k * TILE, zeros, mask=(at >= 0) & (at < columns))
+
+
 @triton.jit(do_not_specialize=["rows"])
 def gradient_kernel(
     logits,
@@ -363,13 +442,9 @@ def gradient_kernel(
     SHIFTED: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """One block of one row: 2^x (constant + bend x) with x = z c - peak, and a more at the target.
+    """One block of one row: 2^x (constant + bend x) with x = z c - peak, and a more at the target; z are capped.
 
-    Constant, bend and a are factors [rows, 3]. Without factors the gradient is
-
-        c ln2 (a (delta_j - p_j) - e p_j (log p_j + H)),   a, e = by_logprobs, by_entropies times grad_loss
-
-    Both are by z, and go through the softcap.
+    Constant, bend and a are factors [rows, 3]; without them they are those of `_slopes` and `row_factors`.
     The last row comes first: `statistics_kernel` read it last, so it may still be in the L2 cache.
     """
     TILE: tl.constexpr = THREADS * WORDS
@@ -380,16 +455,7 @@ def gradient_kernel(
     target = tl.load(targets + row)
     is_read = tl.load(mask + row) != 0
     if factors is None:
-        total = tl.load(totals + row)
-        exists = (target >= 0) & (target < vocab_size) & (total > 0) & (total < float("inf"))
-        scale = c * LN2
-        if grad_loss is not None:
-            scale *= tl.load(grad_loss)
-        # an objective that compares and clips has slope 0 where the log-probability is NaN
-        a = tl.where(exists, tl.load(by_logprobs + row), float("nan")) * scale
-        e = 0.0
-        if by_entropies is not None:
-            e = tl.load(by_entropies + row) * scale
+        a, e, total = _slopes(row, target, c, totals, vocab_size, by_logprobs, by_entropies, grad_loss)
         is_read = is_read & ((a != 0) | (e != 0))
     target -= first
     z_start, lead = _row_start(row, logits_stride, WORDS, SHIFTED)
@@ -398,38 +464,13 @@ def gradient_kernel(
     g_row = gradients + g_start + start + offsets
     column = offsets + (start - lead)  # of the first tile
     inside = (start >= lead) & (start + TILE * UNROLL <= lead + valid)  # then no mask, which no vector may share
-    dtype: tl.constexpr = gradients.dtype.element_ty
     if is_read:
         if factors is None:
             constant, bend = row_factors(a, e, tl.load(entropies + row), total)
         else:
             constant, bend = tl.load(factors + row * 3), tl.load(factors + row * 3 + 1)
             a = tl.load(factors + row * 3 + 2)
-        of_row = (tl.load(peaks + row), constant, bend, a)
-        if inside:
-            tiles = ()
-            for k in tl.static_range(UNROLL):
-                tiles = tiles + (tl.load(z_row + k * TILE),)
-            for k in tl.static_range(UNROLL):
-                out = _tile_gradient(tiles[k], column + k * TILE, target, c, of_row, BENDS, KIND)
-                tl.store(g_row + k * TILE, out.to(dtype))
-        else:
-            TOGETHER: tl.constexpr = 1 if SHIFTED else UNROLL  # where loads are scalar, more would take the registers
-            for first_tile in tl.static_range(0, UNROLL, TOGETHER):
-                masked = ()
-                for k in tl.static_range(first_tile, first_tile + TOGETHER):
-                    here = (column + k * TILE >= 0) & (column + k * TILE < valid)
-                    masked = masked + (tl.load(z_row + k * TILE, mask=here, other=float("-inf")),)
-                for k in tl.static_range(first_tile, first_tile + TOGETHER):
-                    at = column + k * TILE
-                    out = _tile_gradient(masked[k - first_tile], at, target, c, of_row, BENDS, KIND)
-                    out = tl.where((at >= 0) & (at < valid), out, 0.0)
-                    tl.store(g_row + k * TILE, out.to(dtype), mask=(at >= 0) & (at < columns))
+        of_row = (column, target, c, (tl.load(peaks + row), constant, bend, a))
+        _write_block(z_row, g_row, *of_row, inside, valid, columns, UNROLL, SHIFTED, BENDS, KIND)
     else:
-        zeros = tl.zeros((THREADS, WORDS), dtype)
-        for k in tl.static_range(UNROLL):
-            at = column + k * TILE
-            if inside:
-                tl.store(g_row + k * TILE, zeros)
-            else:
-                tl.store(g_row + k * TILE, zeros, mask=(at >= 0) & (at < columns))
+        _write_zeros(g_row, column, inside, columns, UNROLL)

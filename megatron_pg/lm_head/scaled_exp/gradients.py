@@ -2,17 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, Vocabulary
+from megatron_pg.kernels.losses import loss_and_slopes
 from megatron_pg.lm_head import products
 from megatron_pg.lm_head.chunks import start_gather
 from megatron_pg.lm_head.gradients import HeadGradients
 from megatron_pg.lm_head.inputs import Head
 from megatron_pg.lm_head.products import logits_dtype
-from megatron_pg.lm_head.scaled_exp.head import ScaledExp, ScaledExpOutput
+from megatron_pg.lm_head.scaled_exp.head import Part, ScaledExp, ScaledExpOutput
 
 HIDDEN_BYTES = 2**25  # of the hidden states' gradient in float32 at a time
 
@@ -21,22 +23,22 @@ class ScaledExpGradients(HeadGradients):
     """Loss and gradients of the wanted rows, a block at a time.
 
     Args:
-        hidden: [T, H].
-        weight: [V / tp, H].
-        rows: [n] the rows of `hidden` that have a loss.
+        hidden, weight, rows, head, needed: as in `HeadGradients`, and rows are given; of the head its `impl` too.
         vocabulary: what the logits are of.
-        head: its `impl` and `main_grad`.
-        needed: which of hidden states and weight need a gradient, as autograd has it.
     """
 
-    _rows: Tensor  # this head is told which
+    _rows: Tensor
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, rows: Tensor, vocabulary: Vocabulary, head: Head, needed: tuple[bool, ...]
     ):
         super().__init__(hidden.contiguous(), weight, rows.contiguous(), head, needed)  # kernels have no strides
         self._vocabulary, self._impl = vocabulary, head.impl
-        self._steps = _steps(head.impl, weight, vocabulary)
+        self._steps = ScaledExp(weight, vocabulary)
+        if head.impl == "triton":
+            from megatron_pg.lm_head.scaled_exp.kernels import TritonScaledExp  # torch alone must not need Triton
+
+            self._steps = TritonScaledExp(weight, vocabulary)
 
     def losses(self, policy_loss: PolicyLoss, grad_scale: float) -> Iterator[PolicyGradientLoss]:
         """The loss of each part of the rows, in order; its gradients are for the upstream gradient `grad_scale`."""
@@ -48,30 +50,28 @@ class ScaledExpGradients(HeadGradients):
         stride = -(-columns // 8) * 8  # whole 16 bytes for bfloat16, as the copies of a tile need
         buffer = self._hidden.new_empty(size, stride)[:, :columns]
         for block in products.slices(len(targets), size):
-            states = self._hidden.index_select(0, self._rows[block])
-            scaled, v = buffer[: len(states)], torch.empty_like(target_logits[block])
-            for part, shares in self._shares(states, scaled, target_logits[block], targets[block]):
-                chosen = policy_loss.at(slice(block.start + part.start, block.start + part.stop))
-                sums, logprobs = self._steps.logprobs(shares, targets[block][part])
-                loss, slopes = _loss_and_slopes(chosen, logprobs, self._impl)
-                of_rows = ScaledExpOutput(loss.loss, loss.logprobs, loss.log_ratios)
-                of_targets = targets[block][part], target_logits[block][part]
-                self._steps.weigh(states[part], scaled[part], *of_targets, sums, slopes * grad_scale, v[part], of_rows)
-                yield loss
-            self._multiply(scaled, states, v, self._rows[block])
+            states, v = self._hidden.index_select(0, self._rows[block]), torch.empty_like(target_logits[block])
+            whole = Part(states, buffer[: len(states)], targets[block], target_logits[block])
+            for rows, shares in self._shares(whole):
+                chosen = policy_loss.at(slice(block.start + rows.start, block.start + rows.stop))
+                sums, logprobs = self._steps.logprobs(shares, whole.targets[rows])
+                # no term reads the entropy; outputs are written over below
+                loss, slopes = loss_and_slopes(chosen, (logprobs, logprobs), self._vocabulary, self._impl)
+                by_logprob = cast(Tensor, slopes[0]) * grad_scale
+                output = ScaledExpOutput(loss.loss, loss.logprobs, loss.log_ratios)
+                self._steps.weigh(whole.at(rows), sums, by_logprob, v[rows], output)
+                yield replace(loss, entropy=None)
+            self._multiply(whole.scaled, states, v, self._rows[block])
 
-    def _shares(
-        self, states: Tensor, scaled: Tensor, target_logits: Tensor, targets: Tensor
-    ) -> Iterator[tuple[slice, Tensor]]:
+    def _shares(self, whole: Part) -> Iterator[tuple[slice, Tensor]]:
         """Every rank's S [tp, c] of each part of a block, exchanged during the product of the next part."""
-        parts, waiting = min(self._vocabulary.ranks, 2), []
-        for part in products.slices(len(states), -(-len(states) // parts)):
-            sums = self._steps.product(states[part], target_logits[part], targets[part], scaled[part])
-            waiting.append((part, *start_gather(sums, self._vocabulary)))
-        for part, shares, work in waiting:
+        count, waiting = len(whole.states), []
+        for rows in products.slices(count, -(-count // min(self._vocabulary.ranks, 2))):
+            waiting.append((rows, *start_gather(self._steps.product(whole.at(rows)), self._vocabulary)))
+        for rows, shares, work in waiting:
             if work is not None:
                 work.wait()
-            yield part, shares
+            yield rows, shares
 
     def _multiply(self, scaled: Tensor, weighed: Tensor, v: Tensor, rows: Tensor) -> None:
         if self._of_hidden is not None:
@@ -81,29 +81,3 @@ class ScaledExpGradients(HeadGradients):
                 self._steps.scatter(product, v[part], rows[part], self._of_hidden)
         if self._of_weight is not None:
             products.add_product(scaled.t(), weighed, self._of_weight.total)
-
-
-def _steps(impl: str, weight: Tensor, vocabulary: Vocabulary) -> ScaledExp:
-    if impl == "torch":
-        return ScaledExp(weight, vocabulary)
-    from megatron_pg.lm_head.scaled_exp.kernels import TritonScaledExp  # torch alone must not need Triton
-
-    return TritonScaledExp(weight, vocabulary)
-
-
-def _loss_and_slopes(policy_loss: PolicyLoss, logprobs: Tensor, impl: str) -> tuple[PolicyGradientLoss, Tensor]:
-    """The loss of a part of the rows, and its derivatives by their log-probabilities, as fresh tensors."""
-    if impl == "torch" or not policy_loss.token_kernel:
-        return _by_torch(policy_loss, logprobs)
-    from megatron_pg.kernels.triton.surrogate import surrogate_and_slopes  # torch alone must not need Triton
-
-    loss, (slopes, _) = surrogate_and_slopes(policy_loss, logprobs, logprobs)  # no term reads the entropy
-    return replace(loss, entropy=None), slopes
-
-
-def _by_torch(policy_loss: PolicyLoss, logprobs: Tensor) -> tuple[PolicyGradientLoss, Tensor]:
-    with torch.enable_grad():
-        leaf = logprobs.requires_grad_()
-        loss = policy_loss(leaf)
-        slopes = torch.autograd.grad(loss.loss, leaf, materialize_grads=True, allow_unused=True)[0]
-    return replace(loss, loss=loss.loss.detach(), logprobs=leaf.detach()), slopes

@@ -29,6 +29,19 @@ HEADROOM = 60.0  # E_y would be 2^-60
 LIMIT = 90.0  # largest log2 E; the sum of 2^37 such columns, and their product with weights, are still finite
 
 
+class Part(NamedTuple):
+    """Some of the rows, before and after the product."""
+
+    states: Tensor  # [c, H]
+    scaled: Tensor  # [c, V / tp], which the product fills
+    targets: Tensor  # [c]
+    target_logits: Tensor  # [c] s_y
+
+    def at(self, rows: slice) -> "Part":
+        """Select rows."""
+        return Part(*(values[rows] for values in self))
+
+
 class ScaledExpOutput(NamedTuple):
     """Results of a part of the rows; those of an unknown row become NaN."""
 
@@ -55,8 +68,9 @@ class ScaledExp:
             logits[part] = self._vocabulary.capped(x) * self._scale
         return torch.where(owned, logits, 0)
 
-    def product(self, states: Tensor, target_logits: Tensor, targets: Tensor, scaled: Tensor) -> Tensor:
-        """[c] S of this rank's columns. Fills `scaled` [c, V / tp] with E dz/dx, 0 at targets and in padding."""
+    def product(self, rows: Part) -> Tensor:
+        """[c] S of this rank's columns. Fills `scaled` with E dz/dx, 0 at targets and in padding."""
+        states, scaled, targets, target_logits = rows
         local, owned = self._vocabulary.owned(targets)
         sums = torch.empty_like(target_logits)
         for part in products.slices(len(states), products.chunk_rows(self._weight, 1)):
@@ -75,22 +89,13 @@ class ScaledExp:
         sums = self._vocabulary.defined(shares.sum(dim=0), targets)
         return sums, logprobs_of(sums)
 
-    def weigh(
-        self,
-        states: Tensor,
-        scaled: Tensor,
-        targets: Tensor,
-        target_logits: Tensor,
-        sums: Tensor,
-        slopes: Tensor,
-        v: Tensor,
-        output: ScaledExpOutput,
-    ) -> None:
-        """Fills `v` [c], writes E dz/dx at the targets and v ∘ x over the states x [c, H].
+    def weigh(self, rows: Part, sums: Tensor, slopes: Tensor, v: Tensor, output: ScaledExpOutput) -> None:
+        """Fills `v` [c], writes E dz/dx at the targets and v ∘ x over the states x.
 
         If a row's loss depends on a log-probability that S does not determine, v and the row's output become NaN. A
         slope of 0 shows independence only for a ratio below 1: the true ratio may be below a ratio above 1.
         """
+        states, scaled, targets, target_logits = rows
         depends = (slopes != 0) | (output.log_ratios > 0)
         unknown = torch.where((sums >= 2.0**LIMIT) & depends, torch.nan, 0.0).to(v.dtype)
         output.loss.add_(unknown.sum())

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.triton.tiles import FUSED, LN2, softcapped, through_cap
-from megatron_pg.lm_head.scaled_exp.head import HEADROOM, LIMIT, ScaledExp, ScaledExpOutput
+from megatron_pg.lm_head.scaled_exp.head import HEADROOM, LIMIT, Part, ScaledExp, ScaledExpOutput
 
 _HEADROOM, _LIMIT, _MOST = tl.constexpr(HEADROOM), tl.constexpr(LIMIT), tl.constexpr(2.0**LIMIT)
 ROWS = 128  # of a program that reads one number of each
@@ -66,8 +66,9 @@ class TritonScaledExp(ScaledExp):
         target_kernel[(len(rows),)](hidden, self._weight, rows, targets, logits, *where, width, self._scale, **options)
         return logits
 
-    def product(self, states: Tensor, target_logits: Tensor, targets: Tensor, scaled: Tensor) -> Tensor:
+    def product(self, rows: Part) -> Tensor:
         """By a kernel; the sums of its tiles' sums in a fixed order."""
+        states, scaled, targets, target_logits = rows
         t, (count, columns) = self._tiles, scaled.shape
         tiles = triton.cdiv(count, t.rows), triton.cdiv(columns, t.columns)
         sums = torch.empty(tiles[1], count, dtype=torch.float32, device=states.device)
@@ -91,18 +92,9 @@ class TritonScaledExp(ScaledExp):
         )
         return sums, logprobs
 
-    def weigh(
-        self,
-        states: Tensor,
-        scaled: Tensor,
-        targets: Tensor,
-        target_logits: Tensor,
-        sums: Tensor,
-        slopes: Tensor,
-        v: Tensor,
-        output: ScaledExpOutput,
-    ) -> None:
+    def weigh(self, rows: Part, sums: Tensor, slopes: Tensor, v: Tensor, output: ScaledExpOutput) -> None:
         """By a kernel, a program per row."""
+        states, scaled, targets, target_logits = rows
         where = self._vocabulary.valid, self._vocabulary.first
         scalars = scaled.stride(0), states.shape[1], 1.0 / self._vocabulary.temperature
         of_cap = None if self._cap is None else target_logits

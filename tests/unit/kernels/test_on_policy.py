@@ -15,6 +15,7 @@ from megatron_pg.objectives import objective_of
 
 pytestmark = pytest.mark.usefixtures("on_the_device", "small_tiles")
 ROWS, COLUMNS = 6, 13
+ONES = TermFields(mask=torch.ones(ROWS, dtype=torch.bool))
 OBJECTIVES = {
     "grpo": {"clip_eps_low": 0.2, "clip_eps_high": 0.2},
     "gspo": {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4},
@@ -73,25 +74,29 @@ def test_a_penalty_from_the_anchor_is_0_where_the_model_is_the_anchor(impl):
 
 
 def test_the_kernels_of_whole_losses_are_left_out():
-    """They read old log-probabilities."""
-    terms = LossTerms(objective=objective_of("grpo", **OBJECTIVES["grpo"]))
-    assert PolicyLoss(terms, fields(torch.zeros(ROWS))).token_kernel.load().__name__ == "grpo"
-    assert (
-        PolicyLoss(replace(terms, further=kl_and_entropy(entropy_coef=0.1)), fields(torch.zeros(ROWS))).token_kernel
-        is not None
+    """They read old log-probabilities, average over sequences once, and have one mask and one term of a kind."""
+    terms, known, some = (
+        LossTerms(objective=objective_of("grpo", **OBJECTIVES["grpo"])),
+        fields(torch.zeros(ROWS)),
+        ONES,
     )
-    assert PolicyLoss(terms, fields(None)).token_kernel is None
-    thinned = replace(terms, opsm_anchor="old_logprobs", opsm_threshold=0.1)
-    assert PolicyLoss(thinned, fields(torch.zeros(ROWS))).token_kernel is not None
-    of_sequences = replace(thinned, objective=objective_of("gspo", **OBJECTIVES["gspo"]))
-    assert PolicyLoss(of_sequences, fields(torch.zeros(ROWS))).token_kernel is None
-    assert PolicyLoss(replace(of_sequences, opsm_anchor=None), fields(torch.zeros(ROWS))).token_kernel is not None
-    two = (*kl_and_entropy(entropy_coef=0.1), LossTerm(name="more", kind="entropy", on="rl"))
-    assert PolicyLoss(replace(terms, further=two), fields(torch.zeros(ROWS))).token_kernel is None
-    supervised = (LossTerm(name="sft", kind="ce"),)
-    assert PolicyLoss(replace(terms, further=supervised), fields(torch.zeros(ROWS))).token_kernel is None
-    own = {"entropy": TermFields(mask=torch.ones(ROWS, dtype=torch.bool))}
-    known = replace(fields(torch.zeros(ROWS)), terms=own)
-    assert PolicyLoss(replace(terms, further=kl_and_entropy(entropy_coef=0.1)), known).token_kernel is None
-    of_some = replace(fields(torch.zeros(ROWS)), terms={"rl": TermFields(mask=torch.ones(ROWS, dtype=torch.bool))})
-    assert PolicyLoss(terms, of_some).token_kernel is None
+    bonus, more = kl_and_entropy(entropy_coef=0.1), LossTerm(name="more", kind="entropy", on="rl")
+    thinned = {"opsm_anchor": "old_logprobs", "opsm_threshold": 0.1}
+    gspo = objective_of("gspo", **OBJECTIVES["gspo"])
+    kernels = {
+        "alone": (terms, known),
+        "a bonus": (replace(terms, further=bonus), known),
+        "opsm": (replace(terms, **thinned), known),
+        "sequences": (replace(terms, objective=gspo), known),
+    }
+    torch_alone = {
+        "on policy": (terms, fields(None)),
+        "opsm and sequences": (replace(terms, objective=gspo, **thinned), known),
+        "two of a kind": (replace(terms, further=(*bonus, more)), known),
+        "supervised": (replace(terms, further=(LossTerm(name="sft", kind="ce"),)), known),
+        "a bonus of its own tokens": (replace(terms, further=bonus), replace(known, terms={"entropy": some})),
+        "an objective of some": (terms, replace(known, terms={"rl": some})),
+    }
+    assert PolicyLoss(terms, known).token_kernel.load().__name__ == "grpo"
+    assert [what for what, loss in kernels.items() if PolicyLoss(*loss).token_kernel is None] == []
+    assert [what for what, loss in torch_alone.items() if PolicyLoss(*loss).token_kernel is not None] == []

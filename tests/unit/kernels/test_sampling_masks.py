@@ -123,10 +123,10 @@ def test_on_the_policy_that_sampled_the_ratio_is_1(impl, monkeypatch):
     logits = (hidden.double() @ weight.double().t()).tolist()
     sets = [sampling_mask_oracle.kept_by_top_p(row, 0.95, TEMPERATURE) for row in logits]
     targets = torch.tensor([s[len(s) // 2] for s in sets])
-    reported = [
-        sampling_mask_oracle.log_probabilities(z, s, TEMPERATURE)[int(y)]
-        for z, s, y in zip(logits, sets, targets, strict=True)
+    probabilities = [
+        sampling_mask_oracle.log_probabilities(z, s, TEMPERATURE) for z, s in zip(logits, sets, strict=True)
     ]
+    reported = [of_row[int(y)] for of_row, y in zip(probabilities, targets, strict=True)]
     old, offsets = torch.tensor(reported), torch.tensor([0, *map(len, sets)]).cumsum(0)
     sampling_mask = SamplingMask.of(torch.tensor([j for s in sets for j in s], dtype=torch.int32), offsets)
     restriction = Restriction(sampling_mask=sampling_mask, whole_entropy=False)
@@ -138,14 +138,9 @@ def test_on_the_policy_that_sampled_the_ratio_is_1(impl, monkeypatch):
     wanted, options = torch.tensor([1, 2, 3, 5, 8, 11]), {"temperature": TEMPERATURE, "impl": impl}
     found, _ = logprobs_and_entropy(hidden, weight, targets, rows=wanted, restriction=restriction, **options)
     assert (found.double() - old[wanted]).exp().sub(1).abs().max() <= 2e-5
-    fields = TokenFields(
-        targets=targets,
-        old_logprobs=old,
-        mask=torch.ones(rows, dtype=torch.bool),
-        weights=torch.full((rows,), 1 / rows),
-        advantages=torch.ones(rows),
-        sampling_mask=sampling_mask,
-    )
+    ones = torch.ones(rows)
+    known = {"targets": targets, "old_logprobs": old, "sampling_mask": sampling_mask}
+    fields = TokenFields(**known, mask=ones > 0, weights=ones / rows, advantages=ones)
     policy_loss = PolicyLoss(LossTerms(objective=objective_of("reinforce_is")), fields)
     for mode in ("forward", "recompute"):
         leaf, head = weight.clone().requires_grad_(), Head(mode=mode, impl=impl)
@@ -163,14 +158,9 @@ def test_rows_are_taken_with_their_sets():
 
 def test_sets_of_another_number_of_rows_are_refused():
     sampling_mask = SamplingMask.of(torch.tensor([4, 9, 2], dtype=torch.int32), torch.tensor([0, 2, 2, 3]))
+    restriction, targets = Restriction(sampling_mask=sampling_mask), torch.tensor([4, 2])
     with pytest.raises(ValueError, match="the restriction has 3 rows for 2 targets"):
-        label_logprobs(
-            torch.randn(2, 12),
-            torch.tensor([4, 2]),
-            Vocabulary.of(12),
-            impl="torch",
-            restriction=Restriction(sampling_mask=sampling_mask),
-        )
+        label_logprobs(torch.randn(2, 12), targets, Vocabulary.of(12), impl="torch", restriction=restriction)
     for offsets in ([0, 2], [1, 3], [0, 3, 2, 3], []):
         with pytest.raises(ValueError, match="offsets do not rise from 0 to 3"):
             SamplingMask.of(sampling_mask.ids, torch.tensor(offsets, dtype=torch.int64))
@@ -178,21 +168,16 @@ def test_sets_of_another_number_of_rows_are_refused():
 
 def test_a_teachers_likeliest_tokens_and_a_misshapen_sampling_mask_are_refused():
     policy_loss = sets_of(3, 3, 3).policy_loss
-    teacher = TopK(
-        ids=torch.ones(3, 2, dtype=torch.int32), logprobs=torch.zeros(3, 2), tails=torch.zeros(3, dtype=torch.float64)
-    )
+    ids, tails = torch.ones(3, 2, dtype=torch.int32), torch.zeros(3, dtype=torch.float64)
+    teacher = TopK(ids=ids, logprobs=torch.zeros(3, 2), tails=tails)
     terms = (LossTerm(name="t", kind="topk_forward_kl", tail_floor=1e-6),)
-    both = dataclasses.replace(
-        policy_loss,
-        terms=dataclasses.replace(policy_loss.terms, further=terms),
-        fields=dataclasses.replace(policy_loss.fields, teacher_topk=teacher),
+    fields, logits = policy_loss.fields, torch.randn(3, 33)
+    both = PolicyLoss(
+        dataclasses.replace(policy_loss.terms, further=terms), dataclasses.replace(fields, teacher_topk=teacher)
     )
-    logits = torch.randn(3, 33)
     with pytest.raises(ValueError, match="is over the whole vocabulary, and the log-probabilities of this micro-batch"):
         policy_gradient_loss(logits, both, Vocabulary.of(33), impl="torch")
-    short = dataclasses.replace(
-        policy_loss,
-        fields=dataclasses.replace(policy_loss.fields, sampling_mask=policy_loss.fields.sampling_mask.at(slice(0, 2))),
-    )
+    two_rows = dataclasses.replace(fields, sampling_mask=fields.sampling_mask.at(slice(0, 2)))
+    short = PolicyLoss(policy_loss.terms, two_rows)
     with pytest.raises(ValueError, match=r"sampling_mask.starts has shape \(2,\) for \(3,\) targets"):
         policy_gradient_loss(logits, short, Vocabulary.of(33), impl="torch")

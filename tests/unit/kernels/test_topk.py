@@ -96,12 +96,10 @@ def test_a_logit_of_minus_infinity_in_the_set_costs_the_reverse_divergence_nothi
     logits = torch.randn(4, 9, dtype=torch.float64)
     token = int(case.policy_loss.fields.teacher_topk.ids[0, 1])
     logits[0, token] = -math.inf
-    object.__setattr__(
-        case.policy_loss.fields,
-        "targets",
-        case.policy_loss.fields.targets.clamp(min=0).masked_fill(case.policy_loss.fields.targets == token, 0),
-    )
-    _, gradient = run(case, logits, "torch")
+    fields = case.policy_loss.fields
+    targets = fields.targets.clamp(min=0).masked_fill(fields.targets == token, 0)
+    loss = PolicyLoss(case.policy_loss.terms, replace(fields, targets=targets))
+    _, gradient = run(replace(case, policy_loss=loss), logits, "torch")
     assert torch.isfinite(gradient[0]).all()
     assert gradient[0, token] == 0
 
@@ -134,18 +132,17 @@ def test_without_gradient_the_logits_stay_as_they_are():
     assert torch.equal(logits, before)
 
 
-def test_a_teacher_is_missing_misshapen_or_of_another_type():
-    case = ReaderCase.draw("topk_jsd", 9, rows=6, width=4)
-    fields = case.policy_loss.fields
-    vocabulary = Vocabulary.of(10)
-    ids = fields.teacher_topk.ids
-    object.__setattr__(fields.teacher_topk, "ids", ids.long())
-    with pytest.raises(ValueError, match=r"teacher_topk.ids has dtype torch.int64, which kernels would misread"):
-        policy_gradient_loss(torch.randn(6, 10), case.policy_loss, vocabulary, impl="torch")
-    object.__setattr__(fields.teacher_topk, "ids", ids)
-    object.__setattr__(fields.teacher_topk, "tails", torch.zeros(5))
-    with pytest.raises(ValueError, match=r"teacher_topk.tails has shape \(5,\) for \(6,\) targets"):
-        policy_gradient_loss(torch.randn(6, 10), case.policy_loss, vocabulary, impl="torch")
-    object.__setattr__(fields, "teacher_topk", None)
-    with pytest.raises(ValueError, match="teacher_topk is missing, and a term of the loss needs it"):
-        policy_gradient_loss(torch.randn(6, 10), case.policy_loss, vocabulary, impl="torch")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids": torch.zeros(6, 4, dtype=torch.int64)}, "teacher_topk.ids has dtype torch.int64, which kernels would"),
+        ({"tails": torch.zeros(5)}, r"teacher_topk.tails has shape \(5,\) for \(6,\) targets"),
+        (None, "teacher_topk is missing, and a term of the loss needs it"),
+    ],
+)
+def test_a_teacher_is_missing_misshapen_or_of_another_type(change, message):
+    loss = ReaderCase.draw("topk_jsd", 9, rows=6, width=4).policy_loss
+    teacher = None if change is None else replace(loss.fields.teacher_topk, **change)
+    loss = PolicyLoss(loss.terms, replace(loss.fields, teacher_topk=teacher))
+    with pytest.raises(ValueError, match=message):
+        policy_gradient_loss(torch.randn(6, 10), loss, Vocabulary.of(10), impl="torch")

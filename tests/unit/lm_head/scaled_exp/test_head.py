@@ -79,8 +79,6 @@ def seeded():
     torch.manual_seed(0)
 
 
-# A target of which the others are as many nats ahead: one column of weight 1 at each width, a hidden state of that
-# many.
 def ahead(nats: list[float], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states and weight with log π(0) = -log(1 + e^nats): column 1 has the logit `nats`, column 0 has 0, the
     rest none."""
@@ -148,9 +146,7 @@ def test_nan_is_not_mistaken_for_a_far_token(where, impl, dtype):
     else:
         weight[0 if where == "target" else 7, 3] = math.nan
     out, of_hidden, of_weight = run(hidden, weight, loss_of(fields), head_of(impl))
-    is_bad = (
-        torch.arange(4, device=DEVICE) == 2 if where == "hidden" else torch.ones(4, dtype=torch.bool, device=DEVICE)
-    )
+    is_bad = (torch.arange(4, device=DEVICE) == 2) | (where != "hidden")
     assert torch.equal(out.logprobs.isnan(), is_bad)
     assert torch.equal(of_hidden.isnan().any(dim=1), is_bad)
     assert out.loss.isnan()
@@ -208,16 +204,15 @@ def test_logits_with_a_softcap(impl, dtype, ranks, monkeypatch):
 
 
 @pytest.mark.skipif(CUDA, reason="ranks are threads, on a CPU only")
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_launches_and_collectives_of_a_micro_batch(ranks, monkeypatch):
     """One product per block, or two between which ranks exchange sums; the targets' logits once."""
     monkeypatch.setattr(products, "block_rows", lambda *_: 8)
     launches, collectives = count_kernels(monkeypatch), []
     for name in ("all_reduce", "all_gather_into_tensor"):
         call = getattr(torch.distributed, name)
-        monkeypatch.setattr(
-            torch.distributed, name, lambda *a, n=name, c=call, **k: (collectives.append(n), c(*a, **k))[1]
-        )
+        counting = lambda *a, n=name, c=call, **k: (collectives.append(n), c(*a, **k))[1]  # noqa: E731
+        monkeypatch.setattr(torch.distributed, name, counting)
     hidden, weight, fields = torch.randn(20, 16), torch.randn(24, 16), fields_of(20, 24)
 
     def work(rank: int) -> tuple:
