@@ -225,12 +225,9 @@ def test_steps_do_not_depend_on_the_layout(layouts, evidence):
 @needs_transformers
 def test_an_experiment_trains_what_is_missing_and_keeps_the_log_ratios(experiment):
     (start, first, again, _), table, found, _ = experiment
-    assert start == "times_table: done
-"
-    assert first.count(": done
-") == 6
-    assert again.count(": done before
-") == 6
+    assert start == "times_table: done\n"
+    assert first.count(": done\n") == 6
+    assert again.count(": done before\n") == 6
     assert "| int8, tis | 1 |" in table
     int8, int4 = found["int8, tis"], found["int4, rejection"]
     for summary in (int8, int4):
