@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from megatron_pg.plan.plan import plan_step as plan_step
     from megatron_pg.plan.settings import LossSettings as LossSettings
     from megatron_pg.plan.shared_documents import SharedDocumentAccumulator as SharedDocumentAccumulator
+    from megatron_pg.plan.whitening import whiten_advantages as whiten_advantages
     from megatron_pg.rollouts.advantages import Advantages as Advantages
     from megatron_pg.rollouts.advantages import Gae as Gae
     from megatron_pg.rollouts.advantages import gae as gae
@@ -70,6 +71,7 @@ _NAMES = {
     "plan.plan": "StepPlan plan_step",
     "plan.settings": "LossSettings",
     "plan.shared_documents": "SharedDocumentAccumulator",
+    "plan.whitening": "whiten_advantages",
     "rollouts.advantages": "Advantages Gae gae group_advantages",
     "rollouts.file": "RolloutWriter read_rollouts",
     "rollouts.lines": "RolloutFileError RolloutWriteError",

@@ -98,7 +98,7 @@ class Engine:
             ).last_hidden_state[:, -1]
             table = self._logits(hidden).float().log_softmax(dim=-1)
             if self._top_p < 1 or self._top_k:
-                is_kept = likeliest(table, self._top_p, self._top_k)
+                is_kept = truncated(table, self._top_p, self._top_k)
                 table = table.where(is_kept, -torch.inf).log_softmax(dim=-1)
                 kept.append([ids.tolist() for ids in is_kept.nonzero()[:, 1].split(is_kept.sum(dim=1).tolist())])
             inputs = torch.multinomial(table.exp(), 1, generator=generator)
@@ -128,11 +128,11 @@ class Engine:
         return turns
 
 
-def likeliest(table: Tensor, top_p: float, top_k: int) -> Tensor:
-    """[B, V] bool of log-probabilities [B, V]: what top-p and top-k leave, at least the likeliest token."""
+def truncated(table: Tensor, top_p: float, top_k: int) -> Tensor:
+    """[B, V] bool of log-probabilities [B, V]: what top-p and top-k leave, at least the most probable token."""
     values, order = table.sort(dim=-1, descending=True)
     probabilities = values.exp()
-    is_kept = probabilities.cumsum(dim=-1) - probabilities < top_p  # of all likelier tokens
+    is_kept = probabilities.cumsum(dim=-1) - probabilities < top_p  # of all tokens with a higher probability
     if top_k:
         is_kept[:, top_k:] = False
     return torch.zeros_like(is_kept).scatter(1, order, is_kept)

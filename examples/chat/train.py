@@ -64,7 +64,7 @@ def add_chat_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument("--demonstrations", type=int, default=0, help="of a step's conversations: samples of term sft")
     group.add_argument("--teacher", metavar="FOLDER", help="a model that scores the answers, for --pg-term opd")
     group.add_argument("--microbatch-means", type=int, metavar="ROWS", help="average the means of this many answers")
-    group.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this probability")
+    group.add_argument("--top-p", type=float, default=1.0, help="sample from the most probable tokens of this total")
     group.add_argument("--top-k", type=int, default=0, help="sample from this many tokens; 0: from all")
     group.add_argument("--no-sampling-mask", action="store_true", help="train without what top-p and top-k left")
     group.add_argument("--max-new-tokens", type=int, help="most tokens of a turn; default: the task's")

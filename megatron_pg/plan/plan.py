@@ -117,7 +117,7 @@ def plan_step(
     Raises:
         StepPlanError: on every rank of `group`, for an error on any of them.
     """
-    _warn_if_alone(group)
+    warn_if_alone("plan_step", group)
     error, local, rule = None, None, PlanRule(aggregation=aggregation, divisor=divisor)
     try:
         rollouts, prompts = (None if ids is None else [plain(i) for i in ids] for ids in (rollout_ids, prompt_ids))
@@ -137,11 +137,11 @@ def plan_step(
     return plan
 
 
-def _warn_if_alone(group: ProcessGroup | None) -> None:
-    """Warn of a plan without a group where other ranks can have samples of the step."""
+def warn_if_alone(caller: str, group: ProcessGroup | None) -> None:
+    """Warn of a call without a group where other ranks can have samples of the step."""
     if group is None and torch.distributed.is_initialized() and (size := torch.distributed.get_world_size()) > 1:
         warnings.warn(
-            f"plan_step without group counts the samples of this rank alone, in a job of {size} ranks. Give the "
+            f"{caller} without group counts the samples of this rank alone, in a job of {size} ranks. Give the "
             "data-parallel group, unless this rank has every sample of the step.",
             stacklevel=3,
         )

@@ -1,0 +1,74 @@
+"""Advantages whitened over the whole step, with an exact mean and variance: the same bits under any layout."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_pg.plan.collectives import all_gather_rows
+from megatron_pg.plan.plan import warn_if_alone
+from megatron_pg.rollouts.fields import POLICY
+from megatron_pg.rollouts.sample import Sample
+
+_UNIT = 2**1074  # every float64 is an integer of 2^-1074
+_LIMB = 32  # bits of a sum that one int64 carries: the sum over 2^31 ranks fits
+_LIMBS = 140  # for sums of squares, integers of 2^-2148 below 2^2200
+
+
+def whiten_advantages(
+    samples: Sequence[Sample], *, group: ProcessGroup | None = None, epsilon: float = 1e-8
+) -> list[Sample]:
+    """A' = (A - mean) / √(var + ε) at the objective's trained tokens, mean and variance over those of the whole step.
+
+    var = Σ (A - mean)² / (T - 1), as `masked_whiten` of verl and slime. Both sums are exact and rounded once, so the
+    result does not depend on the layout. One collective. Source: REINFORCE++, arXiv 2501.03262.
+
+    Args:
+        samples: this rank's samples of the step, before they are packed; those of other loss terms stay as they are.
+        group: the data-parallel ranks, which hold the step's other samples and must all call; None: this rank has
+            every sample of the step.
+        epsilon: ε, equal on every rank.
+
+    Raises:
+        ValueError: on every rank, if the step has fewer than two trained tokens of the objective.
+    """
+    warn_if_alone("whiten_advantages", group)
+    policy = [sample for sample in samples if sample.term == POLICY]
+    values = torch.cat([torch.zeros(0), *(cast(Tensor, s.advantages)[s.loss_mask] for s in policy)]).double()
+    count, total, squares = _sums(values, group)
+    if count < 2:
+        raise ValueError(
+            f"the step has {count} trained tokens of the objective, and a variance needs two. Mask fewer tokens."
+        )
+    mean = Fraction(total, count)
+    variance = (Fraction(squares, count) - mean * mean) * Fraction(count, count - 1)
+    center, scale = float(mean / _UNIT), math.sqrt(float(variance / _UNIT**2) + epsilon)
+    whitened = {id(s): (cast(Tensor, s.advantages) - center) / scale for s in policy}
+    return [replace(s, advantages=whitened[id(s)]) if id(s) in whitened else s for s in samples]
+
+
+def _sums(values: Tensor, group: ProcessGroup | None) -> tuple[int, int, int]:
+    """Number, sum and sum of squares of all ranks' values, in units of 2^-1074 and 2^-2148."""
+    counted = Counter(values.tolist())
+    integers = {int(Fraction(value) * _UNIT): n for value, n in counted.items()}
+    sums = [len(values), sum(a * n for a, n in integers.items()), sum(a * a * n for a, n in integers.items())]
+    if group is None:
+        return cast(tuple[int, int, int], tuple(sums))
+    limbs = torch.tensor([_limbs(value) for value in sums])
+    return cast(tuple[int, int, int], tuple(map(_integer, all_gather_rows(limbs, group).sum(dim=0).tolist())))
+
+
+def _limbs(value: int) -> list[int]:
+    """The integer's digits of 32 bits, least first, each with its sign."""
+    sign = -1 if value < 0 else 1
+    return [sign * (abs(value) >> (_LIMB * k) & (2**_LIMB - 1)) for k in range(_LIMBS)]
+
+
+def _integer(limbs: Sequence[int]) -> int:
+    return sum(limb << (_LIMB * k) for k, limb in enumerate(limbs))
