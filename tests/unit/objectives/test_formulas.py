@@ -276,13 +276,19 @@ def test_a_value_that_is_not_finite_at_a_trained_token_stays_visible(name):
     assert torch.isnan(loss(bad).loss)
 
 
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("name", ["grpo", "gspo_token", "gmpo"])
-def test_triton_equals_torch_in_float32(name):
-    """A token's loss, one with an average of its sequence, and one loss for a sequence.
+others_in_full_tier = pytest.mark.full_tier("the other objectives belong to `make prove`")
 
-    tests/unit/kernels/triton/test_surrogate.py has every objective, from the log-probability on.
-    """
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(
+    "name",
+    [  # by default a token's loss, one with an average of its sequence, and one loss for a sequence
+        name if name in ("grpo", "gspo_token", "gmpo") else pytest.param(name, marks=others_in_full_tier)
+        for name in OBJECTIVES
+    ],
+)
+def test_triton_equals_torch_in_float32(name):
+    """tests/unit/kernels/triton/test_surrogate.py has every objective, from the log-probability on."""
     generator = torch.Generator().manual_seed(7)
     logits = torch.randn(sum(SIZES), 40, generator=generator)
     targets = torch.randint(0, 40, (sum(SIZES),), generator=generator)
