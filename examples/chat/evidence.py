@@ -5,7 +5,7 @@
     python -m chat.evidence show head quantized
 
 `run` trains what is missing, `--jobs` at a time over all GPUs, and can be started again: a run that has ended has
-summary.json, and one that was cut begins again. `show` prints means over the last steps and writes EXPERIMENT.json and
+summary.json, and one that was cut begins again. --published docs/evidence/chat adds runs to those of the page. `show` prints means over the last steps and writes EXPERIMENT.json and
 EXPERIMENT.png with the curves. PYTHONPATH is examples/ and what launch.sh needs.
 """
 
@@ -164,6 +164,16 @@ class Runs:
         """The model of a start."""
         return self.folder / "start" / name / "model"
 
+    def take(self, published: Path) -> None:
+        """Count the runs of a folder that `show` wrote as done, for instance those of another machine."""
+        for path in published.glob("*.json"):
+            for arm, of_seeds in json.loads(path.read_text(encoding="utf-8")).items():
+                for seed, summary in of_seeds.items():
+                    folder = self.of(path.stem, arm, int(seed))
+                    if not folder.exists():
+                        folder.mkdir(parents=True)
+                        (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+
     def train(self, folder: Path, model: Path, arm: Arm, further: str) -> str:
         """Train a run that is missing; how it ended."""
         if (folder / "summary.json").exists():
@@ -310,6 +320,7 @@ def main() -> None:
     parser.add_argument("names", nargs="+", choices=(*STARTS, *EXPERIMENTS), metavar="NAME", help=names)
     parser.add_argument("--model", type=Path, help="folder or GGUF file of the pretrained model")
     parser.add_argument("--runs", type=Path, default=Path("runs/chat_evidence"), help="folder of the runs")
+    parser.add_argument("--published", type=Path, help="folder of EXPERIMENT.json files whose runs count as done")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--arms", nargs="+", help="only these arms of the experiments")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, over all GPUs")
@@ -321,6 +332,8 @@ def main() -> None:
     if unknown := [name for name in args.names if name not in known]:
         parser.error(f"{args.what} {unknown[0]} does not exist. Choose from {', '.join(known)}.")
     runs = Runs(args.runs.resolve(), args.minutes, args.jobs, args.flags, keep_rollouts=args.keep_rollouts)
+    if args.published is not None:
+        runs.take(args.published)
     if args.what == "show":
         print("\n\n".join(shown(runs, name) for name in args.names))
         return
