@@ -5,8 +5,9 @@
     python -m chat.evidence show head quantized
 
 `run` trains what is missing, `--jobs` at a time over all GPUs, and can be started again: a run that has ended has
-summary.json, and one that was cut begins again. --published docs/evidence/chat adds runs to those of the page. `show` prints means over the last steps and writes EXPERIMENT.json and
-EXPERIMENT.png with the curves. PYTHONPATH is examples/ and what launch.sh needs.
+summary.json, and one that was cut begins again. With --published docs/evidence/chat, the page's runs count as done.
+`show` prints means over the last steps and writes EXPERIMENT.json and EXPERIMENT.png with the curves.
+PYTHONPATH is examples/ and what launch.sh needs.
 """
 
 import argparse

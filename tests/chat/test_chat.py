@@ -14,6 +14,7 @@ from pathlib import Path
 
 import launches
 import pytest
+from chat import evidence as experiments
 from chat.tasks import TASKS, calculate, last_number
 from processes import ROOT, environment, on_ranks, run, wait_for
 
@@ -254,6 +255,22 @@ def test_demonstrations_are_a_term_of_the_step_and_a_teacher_scores_the_answers(
     assert conversations.count("--- reward") == 8
     assert all(loss > 0 for loss in found["sft + rl"]["curves"]["sft/mean"])
     assert found["both"]["curves"]["opd/mean"][0] >= 0
+
+
+def test_published_runs_count_as_done(tmp_path, monkeypatch, capsys):
+    run_of = {"curves": {"reward": [0.0, 1.0], "response_length": [3.0, 2.0]}, "log_ratios": []}
+    (tmp_path / "published").mkdir()
+    path = tmp_path / "published/sft.json"
+    path.write_text(json.dumps({"rl": {"2": run_of}, "sft": {}, "sft + rl": {}}), encoding="utf-8")
+    words = ["run", "sft", "--runs", tmp_path / "runs", "--published", path.parent, "--model", tmp_path, "--seeds", "2"]
+    monkeypatch.setattr("sys.argv", ["evidence", *map(str, words), "--arms", "rl"])
+    experiments.main()
+    monkeypatch.setattr("sys.argv", ["evidence", "show", *map(str, words[1:-4])])
+    experiments.main()
+    printed = capsys.readouterr().out
+    assert printed.startswith("sft, rl, seed 2: done before\n")
+    assert "| rl | 1 | 0.5 ± 0 |" in printed
+    assert json.loads((tmp_path / "runs/sft.json").read_text(encoding="utf-8"))["rl"] == {"2": run_of}
 
 
 @pytest.mark.parametrize("name", TASKS)
