@@ -34,9 +34,10 @@ def lost_peer_named(where: Callable[[], str]) -> Iterator[None]:
     """
     _places.append(where)
     ended = threading.Event()
-    if len(_places) == 1:
-        arguments = (ended, threading.get_ident())
-        threading.Thread(target=_watch, args=arguments, name="megatron_pg lost ranks", daemon=True).start()
+    arguments = (ended, threading.get_ident())
+    watcher = threading.Thread(target=_watch, args=arguments, name="megatron_pg lost ranks", daemon=True)
+    if is_outermost := len(_places) == 1:
+        watcher.start()
     try:
         yield
     except RuntimeError as error:
@@ -48,6 +49,8 @@ def lost_peer_named(where: Callable[[], str]) -> Iterator[None]:
     finally:
         _places.pop()
         ended.set()
+        if is_outermost:
+            watcher.join()  # a step leaves no thread
 
 
 def _is_about_a_lost_peer(error: RuntimeError, text: str) -> bool:

@@ -81,7 +81,8 @@ class Payload(ABC, Generic[Record]):
     def tensors(self, record: Any) -> list[Tensor]:
         """The bytes of everything in the record, for digests."""
         parts = [record] if isinstance(record, Tensor) else [getattr(record, field.name) for field in fields(record)]
-        return [part.contiguous().view(torch.uint8) for part in parts]  # numpy has no bfloat16
+        # Copies, because one element of an expanded tensor counts as contiguous; bytes, because numpy has no bfloat16.
+        return [part.clone(memory_format=torch.contiguous_format).view(torch.uint8) for part in parts]
 
     def rows(self, records: Sequence[Record | None], layout: Layout, is_read: Tensor) -> Rows | None:
         """The payload at the rows of a rank.

@@ -334,3 +334,11 @@ def test_a_digest_follows_the_content_and_not_the_memory_layout(name):
     others = {digest(changed, *names) for names in ([(each,) for each in fields] or [()])}
     others |= {pack([Sample.build(**FIELDS)], qkv_format="thd").digest, expected}
     assert len(others) == 2 + max(len(fields), 1)
+
+
+def test_a_digest_takes_one_column_of_an_expanded_tensor():
+    states = torch.ones(3, 1).expand(3, 4)[:, :1]  # stride 0, and contiguous by torch's count
+    assert states.is_contiguous()
+    copy = dataclasses.replace(Sample.build(**FIELDS, teacher_hidden=states.clone()), teacher_hidden=states)
+    copied = Sample.build(**FIELDS, teacher_hidden=states.clone(memory_format=torch.contiguous_format))
+    assert pack([copy], qkv_format="thd").digest == pack([copied], qkv_format="thd").digest
