@@ -185,17 +185,18 @@ class Runs:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             started = time.monotonic()
-            flags = f"{arm.flags.format(**{name: self.start(name) for name in STARTS})} {further}"
+            starts = {name: self.start(name) for name in STARTS}
             environment = {"PYTHON": sys.executable} | os.environ | device | arm.environment
-            environment |= {"MODEL": str(self.start(arm.start) if arm.start else model), "RUN_DIR": str(folder)}
-            code = self._run(folder, flags, environment)
-            if code is None:
-                return "stopped"
-            if code:
-                return f"exit code {code}, see {folder / 'output.txt'}"
-            self._longest = max(self._longest, time.monotonic() - started)
-            self._summarize(folder, flags, time.monotonic() - started)
-            return "done"
+            environment |= {"MODEL": str(starts[arm.start] if arm.start else model), "RUN_DIR": str(folder)}
+            code = self._run(folder, f"{arm.flags.format(**starts)} {further}", environment)
+            seconds = time.monotonic() - started
+        if code is None:
+            return "stopped"
+        if code:
+            return f"exit code {code}, see {folder / 'output.txt'}"
+        self._longest = max(self._longest, seconds)
+        self._summarize(folder, f"{arm.flags} {further}", seconds)  # after the GPU has been given to the next run
+        return "done"
 
     @contextmanager
     def _device(self) -> Iterator[dict[str, str]]:
@@ -359,7 +360,7 @@ def planned(runs: Runs, args: argparse.Namespace) -> list[tuple[str, Path, Arm, 
 
 def train_all(runs: Runs, plan: list[tuple[str, Path, Arm, str]], model: Path, jobs: int) -> bool:
     """Train what is missing; whether all runs have ended."""
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(2 * jobs) as pool:  # runs that have ended are summarized while others train
         endings = [(name, pool.submit(runs.train, folder, model, *rest)) for name, folder, *rest in plan]
         for name, ending in endings:
             print(f"{name}: {ending.result()}", flush=True)

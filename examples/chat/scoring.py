@@ -9,10 +9,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
 from megatron_pg import PackedBatch
-from megatron_pg.batch.fields import SamplingMask
 from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.label_logprobs import label_logprobs
 from megatron_pg.kernels.sampling_masks import Restriction
+from megatron_pg.rollouts.payloads import PAYLOADS
+from megatron_pg.rollouts.payloads.base import Layout
 
 
 @torch.no_grad()
@@ -62,20 +63,11 @@ def _forward(data_iterator, model: nn.Module):
 
 def _cross_entropy_over_masks(logits: torch.Tensor, labels: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """[1, T], over each response token's sampling mask; 0 elsewhere."""
+    whole = Layout(batch.lengths.tolist(), lambda values: values)
+    is_read = torch.ones_like(batch.response_positions, dtype=torch.bool)
+    mask = PAYLOADS["sampling_mask"].rows(batch.records_of("sampling_mask"), whole, is_read)
+    vocabulary = Vocabulary.of(logits.shape[-1], tp_group=mpu.get_tensor_model_parallel_group())
     positions = batch.response_positions.to(labels.device)
-    targets, rows = labels.flatten()[positions], logits[0, positions]
-    vocabulary = Vocabulary.of(rows.shape[-1], tp_group=mpu.get_tensor_model_parallel_group())
-    over = Restriction(sampling_mask=_masks(batch).to(lambda x: x.to(labels.device)))
-    logprobs, _ = label_logprobs(rows, targets, vocabulary, impl="torch", restriction=over)
-    return torch.zeros(labels.shape, device=labels.device).index_put(
-        (torch.zeros_like(positions), positions), -logprobs
-    )
-
-
-def _masks(batch: PackedBatch) -> SamplingMask:
-    """The sampling masks of all response tokens; without one, the whole vocabulary."""
-    recorded = [sample.sampling_mask for sample in batch.samples]
-    counts = [torch.zeros(n, dtype=torch.int64) for n in batch.lengths.tolist()]
-    counts = torch.cat([n if mask is None else mask.counts for mask, n in zip(recorded, counts, strict=True)])
-    ids = torch.cat([mask.ids for mask in recorded if mask is not None])
-    return SamplingMask.of(ids, torch.nn.functional.pad(counts.cumsum(dim=0), (1, 0)))
+    targets, over = labels.flatten()[positions], Restriction(sampling_mask=mask.to(lambda x: x.to(labels.device)))
+    logprobs, _ = label_logprobs(logits[0, positions], targets, vocabulary, impl="torch", restriction=over)
+    return logprobs.new_zeros(labels.numel()).index_copy(0, positions, -logprobs).view(labels.shape)
