@@ -186,7 +186,8 @@ def _depths_of(
     for rank in range(size):
         owners[zigzag_index(batch.padded_lengths, cp_rank=rank, cp_size=size)] = rank
     owners, at = owners.repeat(len(batch.tokens)), batch.response_positions
-    far = [batch.reached(d) & trained & (owners[at] != owners[at - d]) for d in range(1, len(weights) + 1)]
+    before = {d: (at - d).clamp(min=0) for d in range(1, len(weights) + 1)}  # 0: not reached, in the first sample
+    far = [batch.reached(d) & trained & (owners[at] != owners[before[d]]) for d in before]
     places = at[torch.stack(far).any(dim=0)]
     numbers = _columns(torch.arange(batch.tokens.numel()).view(batch.tokens.shape), index)
     rows_of = torch.full((batch.tokens.numel(),), -1).index_copy_(0, numbers, torch.arange(len(numbers)))

@@ -131,3 +131,10 @@ def test_a_depth_predicts_the_same_tokens_from_positions_further_left_of_the_sam
             counts.append(len(expected))
         assert batch.counted(batch.loss_mask & batch.reached(depth), "rl") == counts
         assert not mask[batch.sample_index < 0].any()
+
+
+def test_more_depths_than_a_micro_batch_has_tokens_predict_what_there_is():
+    batch = pack([make_sample(prompt_length=1, mask=[1], rng=random.Random(5))], qkv_format="thd")
+    weights = [batch.loss_mask.double()] * 3
+    local = slice_batch(batch, {"weights": weights[0]}, cp_rank=0, cp_size=1, depth_weights=weights)
+    assert [len(depth.trained) for depth in local.depths] == [0, 0, 0]  # the prompt's one token is the policy's own
