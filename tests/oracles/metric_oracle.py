@@ -150,7 +150,7 @@ def gap_metrics(pairs: list[tuple[float, float]]) -> dict[str, float]:
     if len(set(d)) == 1 or len(set(b)) == 1:
         return result
     result["mismatch/correlation"] = covariance(d, b) / math.sqrt(covariance(d, d) * covariance(b, b))
-    if abs(result["mismatch/correlation"]) >= 0.5:
+    if abs(result["mismatch/correlation"]) >= 0.5 and result["mismatch/spread"] >= 0.02:
         signs = min((1, -1), key=lambda sign: abs(math.fsum(math.exp(sign * x) - 1 for x in d)))
         e = [math.exp(signs * x) for x in d]
         kappa = covariance(e, o) / covariance(e, b)

@@ -11,22 +11,23 @@ is a member of the term that it names, whose tokens are in its mask, and of thos
 term counts its members alone. With M trained tokens of a rollout or prompt group, N_r rollouts, P prompt groups, T
 trained tokens:
 
-    sample_mean: delta = N_r max(M_rollout, 1)      constant:    delta = N_r L
-    prompt_mean: delta = P max(M_prompt, 1)         token_mean:  delta = max(T, 1)
+    sample_mean: delta = N_r M_rollout              constant:    delta = N_r L
+    prompt_mean: delta = P M_prompt                 token_mean:  delta = T
     turn_mean:   delta = N_turn M_turn, N_turn turns of the step with a token that counts
     root_length: delta = N_r sqrt(R), or max(T, 1) sqrt(R) per token, of a document's R response tokens, trained or not:
                  the tests' custom reducer
 
     scheduled    a unit (rollout or prompt group) of a member without a trained token counts
     live, kept   over the tokens of rl, only units with a trained token count; what the correction rejects is left out
-    under
-                 kept, by the objective alone. Terms over other tokens count as under scheduled.
+                 under kept, by the objective alone. Terms over other tokens count as under scheduled.
 
     varied       over the tokens of rl, no document counts or has a weight whose prompt group has at least two rollouts
                  with a reward, all equal
 
-With `weight_denominator` weights, M and T are sums of the tokens' weights. With `sequence_level` turn, a sequence-level
-loss, ratio or rejection is over the trained tokens of one turn instead of those of the document.
+With `weight_denominator` weights, M and T are sums of the tokens' weights. Where M or T is 0, delta is infinite: under
+kept, the rejected tokens of such a unit have no weight in a term with the objective's aggregation. With
+`sequence_level` turn, a sequence-level loss, ratio or rejection is over the trained tokens of one turn instead of those
+of the document.
 
 Trap: a field is read only where a term that reads it trains the token; everything else may be NaN.
 """
@@ -319,8 +320,8 @@ def denominators(
             totals[keys[i]] = totals.get(keys[i], 0) + counts[i]
             parts.setdefault(keys[i], []).append((counts if amounts is None else amounts)[i])
     units = sum(1 for total in totals.values() if total > 0 or not live_only)
-    sums = {key: math.fsum(own) or 1.0 for key, own in parts.items()}
-    whole = math.fsum(value for own in parts.values() for value in own) or 1.0
+    sums = {key: math.fsum(own) or math.inf for key, own in parts.items()}
+    whole = math.fsum(value for own in parts.values() for value in own) or math.inf
     found: list[float | None] = []
     for key, count in zip(keys, counts, strict=True):
         if count is None:
@@ -330,7 +331,7 @@ def denominators(
         elif live_only and totals[key] == 0:
             found.append(None)
         elif aggregation == "constant":
-            found.append(units * divisor)
+            found.append(units * divisor if sums[key] < math.inf else math.inf)
         else:
             found.append(units * sums[key])
     return found
