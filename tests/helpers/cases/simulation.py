@@ -188,7 +188,7 @@ def train(
     tensor_rank = layout.coordinates(rank)[2]
     locals_ = planned.slices(lambda _: groups[2])
     leaves = [
-        _leaf(local, [logits[i] for i in cell], tensor_rank, layout.tensor, filling)
+        _leaf(local, [logits[i] for i in cell], logits[0], tensor_rank, layout.tensor, filling)
         for local, cell in zip(locals_, cells, strict=True)
     ]
     scale = LossScaling(
@@ -265,11 +265,13 @@ def _pack(samples: Sequence[Sample], layout: Layout) -> PackedBatch:
     return pack(samples, **settings, max_seq_len=batch.num_positions + filling) if filling else batch
 
 
-def _leaf(local, logits: Sequence[Tensor], tp_rank: int, tp_size: int, filling: float) -> Tensor:
-    """[W/C, B, V/tp] leaf: this rank's rows and vocabulary slice, `filling` at positions without a sample."""
-    whole, vocabulary = local.whole, (logits[0].shape[1] if logits else 12)
-    dtype = logits[0].dtype if logits else torch.float64
-    rows = torch.full((*whole.tokens.shape, vocabulary), filling, dtype=dtype)
+def _leaf(local, logits: Sequence[Tensor], like: Tensor, tp_rank: int, tp_size: int, filling: float) -> Tensor:
+    """[W/C, B, V/tp] leaf: this rank's rows and vocabulary slice, `filling` at positions without a sample.
+
+    `logits` are those of the samples of the micro-batch, which may have none; `like` those of any sample.
+    """
+    whole, vocabulary = local.whole, like.shape[1]
+    rows = like.new_full((*whole.tokens.shape, vocabulary), filling)
     for i, table in enumerate(logits):
         rows[whole.sample_index == i] = table
     shard = vocabulary // tp_size

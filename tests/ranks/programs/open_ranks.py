@@ -71,7 +71,8 @@ class Trial:
         if "sft" not in self.case.fault:
             return []
         changed = {"term": "sft", "old_logprobs": None, "advantages": None, "reward": None}
-        return [replace(sample, rollout_id=f"sft {sample.sample_id}", **changed) for sample in own]
+        named = [(sample, f"sft {sample.sample_id}") for sample in own]
+        return [replace(sample, rollout_id=name, **changed | {"prompt_id": name}) for sample, name in named]
 
     def pack(self, parts: list[list[Sample]]) -> list[PackedBatch]:
         layout = self.case.layout
