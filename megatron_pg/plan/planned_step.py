@@ -60,23 +60,23 @@ class PlannedStep:
         Raises:
             StepPlanError: on every rank of `group`, for an error of any kind on any of them.
         """
-        batches: Sequence[PackedBatch] = ()
+        rule, batches = rule or settings.plan_rule, list[PackedBatch]()
         counted, error = CountedStep(None, []), None
         try:
             batches = [without_missing(batch, settings) for batch in batches_of()]
             check(batches)
-            if settings.counts_after_forward and (rule is None or rule.expected is None):
+            if settings.counts_after_forward and rule.expected is None:
                 raise ValueError(
                     f"--pg-denominator kept with --pg-correction {settings.correction.name} counts what the forward "
                     "keeps, so it needs an open step. Use PolicyGradientStep.open_step, or --pg-denominator live."
                 )
-            counted = count_step(batches, settings, group)
+            counted = count_step(batches, settings, group, rule.weight_version)
             if earlier is not None:
                 counted = counted._replace(table=joined([*earlier, cast(LocalTable, counted.table)]))
         except Exception as failure:  # the exchange raises it on every rank
             error = failure
         table, factors = select_tokens(batches, counted, settings, group, error)
-        plan = plan_from_table(table, rule or settings.plan_rule, error=error, group=group, number=number)
+        plan = plan_from_table(table, rule, error=error, group=group, number=number)
         first = sum(len(each.rows) for each in earlier or ())
         starts = list(accumulate((len(batch.samples) for batch in batches), initial=first))[: len(batches)]
         fields = [
