@@ -68,11 +68,6 @@ class Reduction:
         return any(metric.name == "entropy" for metric in self.metrics)
 
     @property
-    def needs_ages(self) -> bool:
-        """Whether a metric reads the ages of the tokens' weights."""
-        return bool(self._ages)
-
-    @property
     def width(self) -> int:
         """Length of a partial result."""
         return len(self._added) + len(self._extrema) + len(_FIELDS)
@@ -96,7 +91,7 @@ class Reduction:
         means = table(self._means, 0.0) * torch.where(mask, weights, 0)
         sums = table(self._sums, 0.0)
         totals = [metric.formula(tokens).double().view(1) for metric in self._totals]
-        by_age = [tokens.by_age] if self._ages else []
+        by_age = [metric.formula(tokens) for metric in self._ages[:1]]  # all of them
         extrema = pad(table(self._extrema, -math.inf), (0, 1), value=-math.inf)  # amax needs a column
         documents = torch.stack([torch.where(masks[field], weights, 0).sum() for field in _FIELDS])
         return torch.cat([means.sum(dim=1), sums.sum(dim=1), *totals, *by_age, extrema.amax(dim=1), documents])

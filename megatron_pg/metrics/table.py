@@ -6,7 +6,7 @@
     sum      over the objective's trained tokens of the step
     all      over the trained tokens of the step, those of loss terms too
     total    a sum that the formula computes over this rank's part of a micro-batch
-    age      a sum over the objective's trained tokens whose weights have one age: an entry of `TokenValues.by_age`
+    age      a sum over the objective's trained tokens whose weights have an age; the formula gives those of all ages
     max min  over the trained tokens of the step
     rank     of sums over each data-parallel rank's trained tokens
     step     an integer of the step plan
@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -99,22 +100,10 @@ def _summand(name: str) -> Metric:
     return _part(_GAP + name, lambda t: t.gap[name], "Σ [–]: part of mismatch/…", needs="rollout_logprobs")
 
 
-def _by_age(age: str) -> tuple[Metric, ...]:
-    """Share and ratios of the trained tokens whose weights have an age."""
-    tokens, text = f"_staleness/tokens/{age}", f"of the tokens of age {age.replace('_', ' ')}"
-
-    def mean(name: str, of: str, text: str) -> Metric:
-        return _ratio(f"staleness/{name}_age_{age}", lambda s: s[f"_staleness/{of}/{age}"] / s[tokens], text)
-
-    return (
-        _ratio(
-            f"staleness/age_{age}",
-            lambda s: s[tokens] / ages.total(s, "tokens") if s[tokens] else None,
-            f"n_a / n [fraction]: share {text}",
-        ),
-        mean("ratio_new_old", "ratios", f"Σ r / n_a [1]: mean ratio {text}"),
-        mean("abs_log_ratio", "sizes", f"Σ |l - o| / n_a [nats]: mean size of the log-ratio {text}"),
-    )
+def _by_age(name: str, of: str, text: str) -> list[Metric]:
+    """A mean over the trained tokens whose weights have an age, for each age."""
+    shown = {age: f"{text} of the tokens of age {age.replace('_', ' ')}" for age in ages.BINS}
+    return [_ratio(f"staleness/{name}age_{age}", partial(ages.mean, of, [age]), shown[age]) for age in ages.BINS]
 
 
 _MOMENTS = {  # of values v, returns R and errors e over the trained tokens
@@ -472,7 +461,7 @@ METRICS: tuple[Metric, ...] = (
     *map(_summand, gap.SUMS),
     _ratio(
         "staleness/mean_age",
-        lambda s: ages.total(s, "ages") / ages.total(s, "tokens"),
+        partial(ages.mean, "ages", ages.BINS),
         "Σ (v - v_t) / n [steps]: mean age of the weights that sampled the trained tokens, in optimizer steps. All of "
         "`staleness/` is over the n trained tokens whose samples have a `weight_version`, and absent without one",
     ),
@@ -481,8 +470,10 @@ METRICS: tuple[Metric, ...] = (
         lambda s: s["_staleness/max_age"] if s["_staleness/max_age"] >= 0 else None,
         "max (v - v_t) [steps]: largest age of a trained token",
     ),
-    *(metric for age in ages.BINS for metric in _by_age(age)),
-    *(_of_age(name, attrgetter("by_age"), "Σ [–]: part of staleness/…") for name in ages.NAMES),
+    *_by_age("", "tokens", "n_a / n [fraction]: share"),
+    *_by_age("ratio_new_old_", "ratios", "Σ r / n_a [1]: mean ratio"),
+    *_by_age("abs_log_ratio_", "sizes", "Σ |l - o| / n_a [nats]: mean size of the log-ratio"),
+    *(_of_age(name, ages.sums_of, "Σ [–]: part of staleness/…") for name in ages.NAMES),
     _max(
         "_staleness/max_age",
         lambda t: torch.full_like(t.fields.targets, -1) if t.fields.ages is None else t.fields.ages,

@@ -12,7 +12,7 @@ from megatron_pg.batch.fields import TokenFields
 from megatron_pg.batch.sequences import Sequences
 from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels.policy_loss import LossTerms, PolicyGradientLoss
-from megatron_pg.metrics import ages, gap
+from megatron_pg.metrics import gap
 from megatron_pg.objectives.interface.tokens import Tokens, ratio
 
 
@@ -73,11 +73,6 @@ class TokenValues:
         """[T] each, the summands of the comparison with the rollout engine, by `gap.SUMS`."""
         sides = _known(self.fields.old_logprobs), _known(self.fields.rollout_logprobs)
         return dict(zip(gap.SUMS, gap.sums_of(*(side.double() for side in sides)), strict=True))
-
-    @property
-    def by_age(self) -> Tensor:
-        """[len(ages.NAMES)] sums by the age of the tokens' weights."""
-        return ages.sums_of(self.fields.ages, self.fields.objective_mask, self.ratios, self.result.log_ratios)
 
     @cached_property
     def own(self) -> Mapping[str, Tensor]:

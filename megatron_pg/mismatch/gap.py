@@ -96,8 +96,7 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
         topk.append(_topk(sample, kept, drawn))
         has_sampling_mask |= sample.sampling_mask is not None
         step.append(sample.step or 0)
-        versions = np.nan if sample.weight_version is None else sample.weight_version
-        versions = np.broadcast_to(versions, len(sample.loss_mask))
+        versions = np.broadcast_to(np.nan if (v := sample.weight_version) is None else v, len(sample.loss_mask))
         version.append(np.rint(np.mean(versions[kept] if len(kept) else versions)))
         groups["worker"].append(sample.worker)
         groups["data_parallel_rank"].append(sample.data_parallel_rank)

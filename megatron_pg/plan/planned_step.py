@@ -25,7 +25,7 @@ from megatron_pg.plan.sampling_masks import without_missing
 from megatron_pg.plan.selection import select_tokens
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.table import LocalTable, PlanRule, joined
-from megatron_pg.plan.weights import CountedStep, TokenFactors, count_step, depth_weights, token_weights
+from megatron_pg.plan.weights import CountedStep, TokenFactors, count_step, depth_weights, token_ages, token_weights
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,7 +61,7 @@ class PlannedStep:
             StepPlanError: on every rank of `group`, for an error of any kind on any of them.
         """
         rule, batches = rule or settings.plan_rule, list[PackedBatch]()
-        counted, error = CountedStep(None, []), None
+        counted, ages, error = CountedStep(None, []), list[dict[str, Tensor]](), None
         try:
             batches = [without_missing(batch, settings) for batch in batches_of()]
             check(batches)
@@ -70,7 +70,8 @@ class PlannedStep:
                     f"--pg-denominator kept with --pg-correction {settings.correction.name} counts what the forward "
                     "keeps, so it needs an open step. Use PolicyGradientStep.open_step, or --pg-denominator live."
                 )
-            counted = count_step(batches, settings, group, rule.weight_version)
+            counted = count_step(batches, settings, group)
+            ages = [token_ages(batch, rule.weight_version, settings) for batch in batches]
             if earlier is not None:
                 counted = counted._replace(table=joined([*earlier, cast(LocalTable, counted.table)]))
         except Exception as failure:  # the exchange raises it on every rank
@@ -80,8 +81,8 @@ class PlannedStep:
         first = sum(len(each.rows) for each in earlier or ())
         starts = list(accumulate((len(batch.samples) for batch in batches), initial=first))[: len(batches)]
         fields = [
-            token_weights(batch, plan, start, factors=of_batch, settings=settings)
-            for batch, start, of_batch in zip(batches, starts, factors, strict=True)
+            token_weights(batch, plan, start, factors=of_batch, settings=settings) | own
+            for batch, start, of_batch, own in zip(batches, starts, factors, ages, strict=True)
         ]
         return cls(
             settings=settings, plan=plan, table=table, batches=batches, starts=starts, factors=factors, fields=fields

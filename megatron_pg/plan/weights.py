@@ -33,7 +33,6 @@ class TokenFactors:
     corrections: Tensor | None  # float64, factor on the policy term; None: no correction, or the model decides it
     kept: Tensor | None  # bool, trained and not rejected; None: every trained token is
     penalised: Tensor  # bool, trained and with the correction's further loss
-    ages: Tensor | None  # int64, as in `TokenFields`
 
 
 class CountedStep(NamedTuple):
@@ -43,19 +42,17 @@ class CountedStep(NamedTuple):
     factors: list[TokenFactors]  # of each micro-batch
 
 
-def count_step(
-    batches: Sequence[PackedBatch], settings: LossSettings, group: ProcessGroup | None, version: int | None = None
-) -> CountedStep:
-    """Count this rank's micro-batches. It checks their fields and runs the user's reducer; `version` is the trainer's.
+def count_step(batches: Sequence[PackedBatch], settings: LossSettings, group: ProcessGroup | None) -> CountedStep:
+    """Count this rank's micro-batches. It checks their fields and runs the user's reducer.
 
     Raises:
         ValueError: a sample lacks what the loss needs, or the user's reducer fails.
     """
-    factors = [token_factors(batch, settings, version) for batch in batches]
+    factors = [token_factors(batch, settings) for batch in batches]
     return CountedStep(local_table_of(batches, settings.plan_rule, group, [own.kept for own in factors]), factors)
 
 
-def token_factors(batch: PackedBatch, settings: LossSettings, version: int | None = None) -> TokenFactors:
+def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
     """Reducer and correction of a micro-batch. It checks fields and runs the user's code, so the step calls it first.
 
     Raises:
@@ -77,25 +74,27 @@ def token_factors(batch: PackedBatch, settings: LossSettings, version: int | Non
         corrections=corrections,
         kept=kept if CORRECTIONS[settings.correction.name].rejects == "data" else None,
         penalised=torch.zeros_like(batch.loss_mask),
-        ages=None if version is None else _ages(batch, version),
     )
 
 
-def _ages(batch: PackedBatch, version: int) -> Tensor | None:
-    """[sum of R] int64: the trainer's weight version minus that of each token, -1 where it has none."""
-    if not is_int(version := plain(version)) or not 0 <= version < 2**62:
-        raise ValueError(
-            f"weight_version={version!r} is not a number of optimizer steps. Give those that the weights have seen."
-        )
-    if batch.versions is None:
-        return None
+def token_ages(batch: PackedBatch, version: int | None, settings: LossSettings) -> dict[str, Tensor]:
+    """`TokenFields.ages`, [sum of R]: the trainer's weight version minus the tokens'; empty if not known or not read.
+
+    Raises:
+        ValueError: the trainer's version is not valid, or older than a token's.
+    """
+    if version is not None and not (is_int(version := plain(version)) and 0 <= version < 2**62):
+        raise ValueError(f"weight_version={version!r} is not a number of optimizer steps. Give the trainer's.")
+    if version is None or batch.versions is None:
+        return {}
     if (newer := (batch.versions > version).nonzero()).numel():
         sample = batch.samples[int(batch.per_token(torch.arange(len(batch.samples)))[newer[0]])]
         raise ValueError(
             f"weight_version of sample {sample.sample_id} is {int(batch.versions[newer[0]])}, newer than the trainer's "
             f"weights, which have seen {version} optimizer steps. Record the steps of this run, or leave it out."
         )
-    return torch.where(batch.versions < 0, -1, version - batch.versions)
+    ages = torch.where(batch.versions < 0, -1, version - batch.versions)
+    return {} if settings.metrics.level == "none" else {"ages": ages}
 
 
 def _whole(values: Tensor | None, batch: PackedBatch, members: Sequence[Sample]) -> Tensor | None:
@@ -231,8 +230,6 @@ def token_weights(
         "token_weights" in batch.values or is_by_turn(settings.aggregation)
     ):
         fields["corrections"] = torch.ones_like(weights)  # so that the loss averages uneven weights over the sequence
-    if factors.ages is not None and settings.metrics.needs_ages:
-        fields["ages"] = factors.ages
     if settings.trained != settings.objective_tokens:
         fields |= {"mask": batch.mask_of(*settings.trained), f"{POLICY}.mask": policy}
     if any(sample.sampling_mask is not None for sample in batch.samples):

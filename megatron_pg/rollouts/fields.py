@@ -68,8 +68,7 @@ def _are_masks(value: Any) -> bool:
 
 
 def _are_whole(value: Any, limit: int) -> bool:
-    """Whether it is a list of integers from 0 to below the limit. Lists are long: built-in functions check their items
-    here and below."""
+    """Whether it is a list of integers in [0, limit). Lists are long: built-in functions check items here and below."""
     return _is_list_of(value, {int}) and (not value or (min(value) >= 0 and max(value) < limit))
 
 

@@ -303,10 +303,9 @@ def _vector(name: str, values: Any, label: str, kinds: tuple[type, ...]) -> Tens
                 return vector
     except Exception:  # any conversion failure gets the one message below
         types = set()
-    of_numbers = "0 and 1" if "mask" in name else "integers" if kinds == (int,) else "numbers"
-    what = "token ids" if name == "tokens" else of_numbers
     if float in types and dtype == torch.int64:
-        raise ValueError(f"{name} of sample {label} are fractions, not {what}, and none may be rounded. Give integers.")
+        raise ValueError(f"{name} of sample {label} are fractions, and none may be rounded. Give integers.")
+    what = "token ids" if name == "tokens" else "0 and 1" if "mask" in name else "numbers"
     raise ValueError(f"{name}={shown(values)} of sample {label} is not one flat list of {what}. Give one.")
 
 
@@ -345,12 +344,10 @@ def _turns(values: Any, size: int, label: str) -> tuple[int, ...]:
 def _versions(values: Any, size: int, label: str) -> Tensor:
     """[R] int64, the weight versions of the response tokens."""
     versions = _vector("weight_version", values, label, (int,))
-    if len(versions) != size:
-        raise ValueError(_length_message("weight_version", len(versions), size, label))
-    if (bad := versions[(versions < 0) | (versions >= 2**62)]).numel():
+    if len(versions) != size or not FIELDS["weight_version"].accepts(versions.tolist()):
         raise ValueError(
-            f"weight_version of sample {label} contains {int(bad[0])}, which is not a number of optimizer steps. Give "
-            "integers from 0 to below 2^62."
+            f"weight_version={shorten(values)} of sample {label} is not a number of optimizer steps for each of its "
+            f"{size} response tokens. Give one integer of at least 0, or {size} of them."
         )
     return versions
 

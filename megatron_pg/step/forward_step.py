@@ -181,9 +181,7 @@ class PolicyGradientStep:
         with lost_peer_named(lambda: place):
             return self._run(forward_backward_func, ScheduleCall.of(arguments, weight_version))
 
-    def open_step(
-        self, model: Any, *, expected: int, weight_version: int | None = None, **arguments: object
-    ) -> OpenStep:
+    def open_step(self, model: Any, *, expected: int, weight_version: int | None = None, **arguments: Any) -> OpenStep:
         """Open a step whose rollouts are trained as they arrive, by Megatron's `get_forward_backward_func()`.
 
         Gradient, checks and report are those of `forward_backward` over all the micro-batches. Every rank must call.
