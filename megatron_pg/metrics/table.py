@@ -462,8 +462,8 @@ METRICS: tuple[Metric, ...] = (
     _ratio(
         "staleness/mean_age",
         partial(ages.mean, "ages", ages.BINS),
-        "Σ (v - v_t) / n [steps]: mean age of the weights that sampled the trained tokens, in optimizer steps. All of "
-        "`staleness/` is over the n trained tokens whose samples have a `weight_version`, and absent without one",
+        "Σ (v - v_t) / n [steps]: mean age of the weights that sampled the tokens: optimizer steps v of the trainer's "
+        "weights minus `weight_version`. All of `staleness/` is over the n trained tokens that have one, else absent",
     ),
     _ratio(
         "staleness/max_age",
