@@ -211,8 +211,12 @@ def _flag_row(action: argparse.Action) -> tuple[str, str, str]:
 
 
 def metrics() -> str:
-    """What every metric is."""
-    return table(("metric", "meaning", "formula", "divided by"), [_metric_row(m) for m in METRICS if m.is_reported])
+    """What every metric is; those that say the same, of several ages, are one row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, *rest in (_metric_row(m) for m in METRICS if m.is_reported):
+        rows.setdefault(tuple(rest), []).append(name)
+    found = [(", ".join(names), *rest) for rest, names in rows.items()]
+    return table(("metric", "meaning", "formula", "divided by"), found)
 
 
 def _metric_row(m: Metric) -> tuple[str, ...]:

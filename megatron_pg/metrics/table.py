@@ -102,8 +102,7 @@ def _summand(name: str) -> Metric:
 
 def _by_age(name: str, of: str, text: str) -> list[Metric]:
     """A mean over the trained tokens whose weights have an age, for each age."""
-    shown = {age: f"{text} of the tokens of age {age.replace('_', ' ')}" for age in ages.BINS}
-    return [_ratio(f"staleness/{name}age_{age}", partial(ages.mean, of, [age]), shown[age]) for age in ages.BINS]
+    return [_ratio(f"staleness/{name}age_{age}", partial(ages.mean, of, [age]), text) for age in ages.BINS]
 
 
 _MOMENTS = {  # of values v, returns R and errors e over the trained tokens
@@ -470,9 +469,9 @@ METRICS: tuple[Metric, ...] = (
         lambda s: s["_staleness/max_age"] if s["_staleness/max_age"] >= 0 else None,
         "max (v - v_t) [steps]: largest age of a trained token",
     ),
-    *_by_age("", "tokens", "n_a / n [fraction]: share"),
-    *_by_age("ratio_new_old_", "ratios", "Σ r / n_a [1]: mean ratio"),
-    *_by_age("abs_log_ratio_", "sizes", "Σ |l - o| / n_a [nats]: mean size of the log-ratio"),
+    *_by_age("", "tokens", "n_a / n [fraction]: share of the tokens of this age"),
+    *_by_age("ratio_new_old_", "ratios", "Σ r / n_a [1]: mean ratio of the tokens of this age"),
+    *_by_age("abs_log_ratio_", "sizes", "Σ |l - o| / n_a [nats]: mean |log-ratio| of the tokens of this age"),
     *(_of_age(name, ages.sums_of, "Σ [–]: part of staleness/…") for name in ages.NAMES),
     _max(
         "_staleness/max_age",
