@@ -211,8 +211,12 @@ def _flag_row(action: argparse.Action) -> tuple[str, str, str]:
 
 
 def metrics() -> str:
-    """What every metric is."""
-    return table(("metric", "meaning", "formula", "divided by"), [_metric_row(m) for m in METRICS if m.kind != "part"])
+    """What every metric is; those that say the same, of several ages, are one row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, *rest in (_metric_row(m) for m in METRICS if m.is_reported):
+        rows.setdefault(tuple(rest), []).append(name)
+    found = [(", ".join(names), *rest) for rest, names in rows.items()]
+    return table(("metric", "meaning", "formula", "divided by"), found)
 
 
 def _metric_row(m: Metric) -> tuple[str, ...]:
@@ -229,7 +233,7 @@ def signs() -> str:
 
 def metric_names() -> str:
     """What it is called elsewhere, where two frameworks or more have it."""
-    shown = [m.name for m in METRICS if m.kind != "part"]
+    shown = [m.name for m in METRICS if m.is_reported]
     if unknown := ELSEWHERE.keys() - shown:
         raise ValueError(f"{', '.join(sorted(unknown))}: no metric has this name")
     rows = [
@@ -327,7 +331,7 @@ def counts() -> dict[str, int]:
         "KL estimators": len(KL_ESTIMATORS),
         "loss term kinds": len(KINDS),
         "causes": len(CAUSES),
-        "metrics": sum(metric.kind != "part" for metric in METRICS),
+        "metrics": sum(metric.is_reported for metric in METRICS),
         "flags": len(own_arguments()),
         "source mutants": len(re.findall(r"^[^-+=\n].* \| .*$", mutants, re.MULTILINE)),
         "proof rows": len(rows),

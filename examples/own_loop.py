@@ -89,9 +89,12 @@ def build_model(step: PolicyGradientStep, args: argparse.Namespace) -> Distribut
 
 
 def forward_backward(
-    step: PolicyGradientStep, model: DistributedDataParallel, samples: list[Sample], micro_batch_size: int
+    step: PolicyGradientStep, model: DistributedDataParallel, samples: list[Sample], micro_batch_size: int, steps: int
 ) -> None:
-    """Accumulate the gradient of one optimizer step. Every rank passes all samples and trains its own part."""
+    """Accumulate the gradient of one optimizer step. Every rank passes all samples and trains its own part.
+
+    `steps` are the optimizer steps that the weights have seen.
+    """
     ranks = mpu.get_data_parallel_world_size()
     num_microbatches = -(-len(samples) // (micro_batch_size * ranks))  # rounded up: the last may have empty rows
     batches = cut_microbatches(
@@ -106,6 +109,7 @@ def forward_backward(
     model.zero_grad_buffer()
     step.forward_backward(
         get_forward_backward_func(),
+        weight_version=steps,  # for metrics of staleness, where samples have a weight_version
         forward_step_func=step.forward_step,
         data_iterator=iter(batches),
         model=[model],
@@ -129,7 +133,7 @@ def train(args: argparse.Namespace) -> None:
     file = MetricsFile(args.metrics_file) if is_first else None
     for iteration, samples in enumerate(read_steps(args.rollouts), start=1):  # here your sampler gives the samples
         optimizer.zero_grad()
-        forward_backward(step, model, samples, args.micro_batch_size)
+        forward_backward(step, model, samples, args.micro_batch_size, iteration - 1)
         was_updated, grad_norm, _ = optimizer.step()
         log = StepLog(
             iteration=iteration,

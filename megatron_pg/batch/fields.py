@@ -53,6 +53,7 @@ class TokenFields:
     teacher_hidden: TeacherStates | None = None
     sampling_mask: SamplingMask | None = None  # of the tokens at which a term reads the policy that was sampled from
     terms: Mapping[str, TermFields] = field(default_factory=dict)  # by name, of terms with their own weights or mask
+    ages: Tensor | None = None  # int64, optimizer steps since the weights that sampled the token; -1: not known
     sequences: Sequences | None = None  # of the tokens; sequence-level terms need it
 
     @property

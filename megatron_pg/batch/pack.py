@@ -39,6 +39,7 @@ class PackedBatch:
     lengths: Tensor  # [S] int64, R of each sample
     masks: Mapping[str, Tensor]  # [sum of R] bool by loss term, the response tokens that it trains
     values: Mapping[str, Tensor]  # [sum of R] float64 by field; NaN where a sample has none, absent if no sample has it
+    versions: Tensor | None  # [sum of R] int64, -1 where a sample has no weight version; None: no sample has one
     padded_lengths: tuple[int, ...]  # along a row: of every sample (thd), or the width (bshd)
     cp_ranks: ContextRanks | None = None  # over which it is cut; None: Megatron's context-parallel group
     num_missing: int = 0  # trained tokens that were masked: their samples' sampling masks do not contain them
@@ -50,7 +51,7 @@ class PackedBatch:
         content = hashlib.blake2b(digest_size=6)
         content.update(repr((self.qkv_format, self.padded_lengths, facts, self.cp_ranks)).encode())
         content.update(self.tokens.numpy().tobytes() + self.lengths.numpy().tobytes())
-        for tensors in (self.masks, self.values):
+        for tensors in (self.masks, self.values, {} if self.versions is None else {"weight_version": self.versions}):
             for name, values in sorted(tensors.items()):
                 content.update(name.encode() + values.numpy().tobytes())
         for name, payload in PAYLOADS.items():
@@ -278,6 +279,9 @@ def _concatenated(samples: Sequence[Sample]) -> dict[str, Any]:
     lengths = [sample.response_length for sample in samples]
     terms = dict.fromkeys(name for sample in samples for name in (sample.term, *sample.masks))
     columns = {name: [getattr(s, name) for s in samples] for name in ("old_logprobs", "advantages", *OPTIONAL)}
+    versions = [
+        None if (v := s.weight_version) is None else torch.as_tensor(v).expand(len(s.loss_mask)) for s in samples
+    ]
     return {
         "lengths": torch.tensor(lengths, dtype=torch.int64),
         "masks": {name: _joined([s.mask_of(name) for s in samples], lengths, torch.bool, False) for name in terms},
@@ -286,6 +290,7 @@ def _concatenated(samples: Sequence[Sample]) -> dict[str, Any]:
             for name, column in columns.items()
             if not samples or any(values is not None for values in column)
         },
+        "versions": _joined(versions, lengths, torch.int64, -1) if any(v is not None for v in versions) else None,
     }
 
 

@@ -55,9 +55,10 @@ class Reduction:
         self.level = level
         self.metrics: tuple[Metric, ...] = tuple(active)
         self._means = [metric for metric in active if metric.kind == "mean"]
-        self._sums = [metric for metric in active if metric.kind in ("sum", "all", "part")]
+        self._sums = [metric for metric in active if metric.kind in ("sum", "all")]
         self._totals = [metric for metric in active if metric.kind == "total"]
-        self._added = [*self._means, *self._sums, *self._totals]
+        self._ages = [metric for metric in active if metric.kind == "age"]
+        self._added = [*self._means, *self._sums, *self._totals, *self._ages]
         self._extrema = [metric for metric in active if metric.kind in ("max", "min")]
         self._derived = [metric for metric in active if metric.kind in ("step", "rollout", "ratio", "rank")]
 
@@ -90,9 +91,10 @@ class Reduction:
         means = table(self._means, 0.0) * torch.where(mask, weights, 0)
         sums = table(self._sums, 0.0)
         totals = [metric.formula(tokens).double().view(1) for metric in self._totals]
+        by_age = [metric.formula(tokens) for metric in self._ages[:1]]  # all of them
         extrema = pad(table(self._extrema, -math.inf), (0, 1), value=-math.inf)  # amax needs a column
         documents = torch.stack([torch.where(masks[field], weights, 0).sum() for field in _FIELDS])
-        return torch.cat([means.sum(dim=1), sums.sum(dim=1), *totals, extrema.amax(dim=1), documents])
+        return torch.cat([means.sum(dim=1), sums.sum(dim=1), *totals, *by_age, extrema.amax(dim=1), documents])
 
     def combine(self, partials: Tensor) -> Tensor:
         """[width] from [n, width] partial results, added in this order."""
@@ -124,7 +126,7 @@ class Reduction:
                 source = {"ratio": values, "rank": ranks, "rollout": plan.facts}.get(metric.kind, plan)
                 with suppress(ZeroDivisionError):  # weights that are all 0
                     values[metric.name] = metric.formula(source)
-        order = [metric.name for metric in self.metrics if metric.kind != "part"]
+        order = [metric.name for metric in self.metrics if metric.is_reported]
         known = {name: values[name] for name in order if values.get(name) is not None}
         return known | self._of_environments(plan.facts.environments)
 
@@ -145,7 +147,7 @@ class Reduction:
         """Metrics that are absent from `values` because no sample has the field: names by field."""
         names: dict[str, list[str]] = {}
         for metric in self.metrics:
-            if metric.needs and metric.kind != "part":
+            if metric.needs and metric.is_reported:
                 names.setdefault(metric.needs, []).append(metric.name)
         return {field: absent for field, absent in names.items() if not values.keys() & set(absent)}
 

@@ -6,18 +6,19 @@
     sum      over the objective's trained tokens of the step
     all      over the trained tokens of the step, those of loss terms too
     total    a sum that the formula computes over this rank's part of a micro-batch
+    age      a sum over the objective's trained tokens whose weights have an age; the formula gives those of all ages
     max min  over the trained tokens of the step
     rank     of sums over each data-parallel rank's trained tokens
     step     an integer of the step plan
     rollout  over the rollouts of the step that carry the value, fully masked ones included (`samples`)
-    ratio    of sums, formed after they are reduced
-    part     a sum that only a ratio needs; not reported
+    ratio    of sums and extrema, formed after they are reduced
 """
 
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from megatron_pg.declarations.corrections import PENALTY
 from megatron_pg.declarations.loss_terms import KINDS, LossTerm
-from megatron_pg.metrics import gap
+from megatron_pg.metrics import ages, gap
 from megatron_pg.objectives.interface.tokens import MAX_LOG_RATIO
 
 
@@ -40,11 +41,12 @@ class Metric:
     unit: str
     meaning: str
     _: KW_ONLY
-    kind: str = "mean"  # or "sum", "all", "total", "max", "min", "rank", "step", "rollout", "ratio", "part"
+    kind: str = "mean"  # or "sum", "all", "total", "age", "max", "min", "rank", "step", "rollout", "ratio"
     level: str = "basic"  # of `--pg-metrics`, the first that has it
     needs: str | None = None  # field of the samples without which the metric is absent
     only_with: str | None = None  # feature of the loss (settings.features_of) without which the metric is absent
     term: str | None = None  # without a token of which the metric is absent; None: the objective
+    is_reported: bool = True  # False: only a ratio needs it
     role: str | None = "policy"  # of the model without which the metric is absent; None: any
     power: int = 0  # of the weights, and so of 1/N, in its formula
     per: Callable[[Any], float] | None = None  # of the step plan: what the reduced sum is divided by
@@ -65,7 +67,8 @@ def _kind(kind: str, **shared: Any) -> Callable[..., Metric]:
     return metric
 
 
-_mean, _sum, _total, _max, _min, _ratio, _part = map(_kind, ("mean", "sum", "total", "max", "min", "ratio", "part"))
+_mean, _sum, _total, _max, _min, _ratio = map(_kind, ("mean", "sum", "total", "max", "min", "ratio"))
+_part, _of_age = (_kind(kind, is_reported=False) for kind in ("sum", "age"))
 _step = _kind("step", role=None)
 _loss, _clip = _kind("sum", level="none", power=1), _kind("mean", only_with="clip")
 _sequence, _correction = _kind("sum", only_with="sequence"), _kind("mean", only_with="correction")
@@ -95,6 +98,11 @@ def _gap_sums(sums: Mapping[str, float]) -> dict[str, float]:
 def _summand(name: str) -> Metric:
     """A sum that the statistics of trainer against rollout engine read."""
     return _part(_GAP + name, lambda t: t.gap[name], "Σ [–]: part of mismatch/…", needs="rollout_logprobs")
+
+
+def _by_age(name: str, of: str, text: str) -> list[Metric]:
+    """A mean over the trained tokens whose weights have an age, for each age."""
+    return [_ratio(f"staleness/{name}age_{age}", partial(ages.mean, of, [age]), text) for age in ages.BINS]
 
 
 _MOMENTS = {  # of values v, returns R and errors e over the trained tokens
@@ -129,7 +137,8 @@ def own_metric(name: str) -> Metric:
 def term_metrics(term: LossTerm) -> tuple[Metric, ...]:
     """The metrics of a loss term that the table does not list."""
     name, loss = term.name, KINDS[term.kind].formula
-    of_all, of_step, ratio, part = (_kind(kind, term=name) for kind in ("all", "step", "ratio", "part"))
+    of_all, of_step, ratio = (_kind(kind, term=name) for kind in ("all", "step", "ratio"))
+    part = _kind("sum", term=name, is_reported=False)
     count = f"{name}/num_tokens"
 
     def mean(suffix: str, formula: Callable, equation: str, unit: str, meaning: str) -> tuple[Metric, Metric]:
@@ -449,6 +458,27 @@ METRICS: tuple[Metric, ...] = (
         "mean_r |d| over the mean of the other ranks, |d| up to 3 [1]: how much further it is than the others",
     ),
     *map(_summand, gap.SUMS),
+    _ratio(
+        "staleness/mean_age",
+        partial(ages.mean, "ages", ages.BINS),
+        "Σ (v - v_t) / n [steps]: mean age of the weights that sampled the tokens: optimizer steps v of the trainer's "
+        "weights minus `weight_version`. All of `staleness/` is over the n trained tokens that have one, else absent",
+    ),
+    _ratio(
+        "staleness/max_age",
+        lambda s: s["_staleness/max_age"] if s["_staleness/max_age"] >= 0 else None,
+        "max (v - v_t) [steps]: largest age of a trained token",
+    ),
+    *_by_age("", "tokens", "n_a / n [fraction]: share of the tokens of this age"),
+    *_by_age("ratio_new_old_", "ratios", "Σ r / n_a [1]: mean ratio of the tokens of this age"),
+    *_by_age("abs_log_ratio_", "sizes", "Σ |l - o| / n_a [nats]: mean |log-ratio| of the tokens of this age"),
+    *(_of_age(name, ages.sums_of, "Σ [–]: part of staleness/…") for name in ages.NAMES),
+    _max(
+        "_staleness/max_age",
+        lambda t: torch.full_like(t.fields.targets, -1) if t.fields.ages is None else t.fields.ages,
+        "max [steps]: part of staleness/max_age",
+        is_reported=False,
+    ),
     _mean(
         "entropy",
         lambda t: t.result.entropy,

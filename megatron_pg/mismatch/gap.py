@@ -24,7 +24,7 @@ class Gap:
     position: Integers  # [T] in the response, from 0
     document: Integers  # [T] in [0, D), not decreasing
     step: Integers  # [D] optimizer step
-    weight_version: Floats  # [D] step whose weights the engine had, NaN if not known
+    weight_version: Floats  # [D] step whose weights the engine had, rounded mean over tokens; NaN if not known
     topk: NDArray[np.float32] | None = None  # [T, K] log q of the engine's top-k tokens, descending, padded with -inf
     rank: Integers | None = None  # [T] rank of the sampled token in the top-k, K: not in it, -1: not known
     pair: Integers | None = None  # [T] one number for the token and the one before it
@@ -96,7 +96,8 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
         topk.append(_topk(sample, kept, drawn))
         has_sampling_mask |= sample.sampling_mask is not None
         step.append(sample.step or 0)
-        version.append(np.nan if sample.weight_version is None else sample.weight_version)
+        versions = np.broadcast_to(np.nan if (v := sample.weight_version) is None else v, len(sample.loss_mask))
+        version.append(np.rint(np.mean(versions[kept] if len(kept) else versions)))
         groups["worker"].append(sample.worker)
         groups["data_parallel_rank"].append(sample.data_parallel_rank)
         groups["file"].append(next(names) if names is not None else None)

@@ -29,13 +29,13 @@ Check = Callable[[Sequence[PackedBatch]], None]
 
 
 class OpenPlan:
-    """This rank's part of an open step; `expected` is c. Both arguments are the same on every rank.
+    """This rank's part of an open step; `expected` is c. All arguments are the same on every rank.
 
     Raises:
         ScheduleError: the loss has denominators with a second number that is not known before the step ends.
     """
 
-    def __init__(self, settings: LossSettings, expected: int):
+    def __init__(self, settings: LossSettings, expected: int, weight_version: int | None = None):
         rule = settings.plan_rule
         if isinstance(expected, bool) or not isinstance(expected, int) or expected < 1:
             raise ScheduleError(
@@ -43,7 +43,7 @@ class OpenPlan:
                 "step has; the result does not depend on it."
             )
         _refuse_second_numbers(settings)
-        self.rule = replace(rule, expected=expected, undivided=rule.units)
+        self.rule = replace(rule, expected=expected, undivided=rule.units, weight_version=weight_version)
         self.settings, self.expected = settings, expected
         self._tables: list[LocalTable] = []  # of the adds
         self._seen: set[tuple[str, Id | None]] = set()  # the ids of their rollouts and counted prompts

@@ -25,7 +25,7 @@ from megatron_pg.plan.sampling_masks import without_missing
 from megatron_pg.plan.selection import select_tokens
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.table import LocalTable, PlanRule, joined
-from megatron_pg.plan.weights import CountedStep, TokenFactors, count_step, depth_weights, token_weights
+from megatron_pg.plan.weights import CountedStep, TokenFactors, count_step, depth_weights, token_ages, token_weights
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,28 +60,29 @@ class PlannedStep:
         Raises:
             StepPlanError: on every rank of `group`, for an error of any kind on any of them.
         """
-        batches: Sequence[PackedBatch] = ()
-        counted, error = CountedStep(None, []), None
+        rule, batches = rule or settings.plan_rule, list[PackedBatch]()
+        counted, ages, error = CountedStep(None, []), list[dict[str, Tensor]](), None
         try:
             batches = [without_missing(batch, settings) for batch in batches_of()]
             check(batches)
-            if settings.counts_after_forward and (rule is None or rule.expected is None):
+            if settings.counts_after_forward and rule.expected is None:
                 raise ValueError(
                     f"--pg-denominator kept with --pg-correction {settings.correction.name} counts what the forward "
                     "keeps, so it needs an open step. Use PolicyGradientStep.open_step, or --pg-denominator live."
                 )
             counted = count_step(batches, settings, group)
+            ages = [token_ages(batch, rule.weight_version, settings) for batch in batches]
             if earlier is not None:
                 counted = counted._replace(table=joined([*earlier, cast(LocalTable, counted.table)]))
         except Exception as failure:  # the exchange raises it on every rank
             error = failure
         table, factors = select_tokens(batches, counted, settings, group, error)
-        plan = plan_from_table(table, rule or settings.plan_rule, error=error, group=group, number=number)
+        plan = plan_from_table(table, rule, error=error, group=group, number=number)
         first = sum(len(each.rows) for each in earlier or ())
         starts = list(accumulate((len(batch.samples) for batch in batches), initial=first))[: len(batches)]
         fields = [
-            token_weights(batch, plan, start, factors=of_batch, settings=settings)
-            for batch, start, of_batch in zip(batches, starts, factors, strict=True)
+            token_weights(batch, plan, start, factors=of_batch, settings=settings) | own
+            for batch, start, of_batch, own in zip(batches, starts, factors, ages, strict=True)
         ]
         return cls(
             settings=settings, plan=plan, table=table, batches=batches, starts=starts, factors=factors, fields=fields

@@ -51,6 +51,7 @@ class PlanRule:
     depths: int = 0  # of multi-token prediction
     depth_aggregation: str = STEP_MEANS[True]  # of its cross-entropies
     expected: int | None = None  # c, which stands for N until an open step closes
+    weight_version: int | None = None  # optimizer steps that the trainer's weights have seen, for the ages of tokens
     arguments: tuple[tuple[str, str], ...] = ()  # flags with their values, which only the comparison of ranks reads
 
     @property

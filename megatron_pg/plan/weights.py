@@ -20,7 +20,7 @@ from megatron_pg.plan.sampling_masks import check_sampling_masks
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.table import LocalTable, local_table_of
 from megatron_pg.reducers.custom import reducer_weights
-from megatron_pg.rollouts.fields import POLICY
+from megatron_pg.rollouts.fields import POLICY, is_int, plain
 from megatron_pg.rollouts.payloads import PAYLOADS
 from megatron_pg.rollouts.sample import Sample, check_range
 
@@ -75,6 +75,26 @@ def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
         kept=kept if CORRECTIONS[settings.correction.name].rejects == "data" else None,
         penalised=torch.zeros_like(batch.loss_mask),
     )
+
+
+def token_ages(batch: PackedBatch, version: int | None, settings: LossSettings) -> dict[str, Tensor]:
+    """`TokenFields.ages`, [sum of R]: the trainer's weight version minus the tokens'; empty if not known or not read.
+
+    Raises:
+        ValueError: the trainer's version is not valid, or older than a token's.
+    """
+    if version is not None and not (is_int(version := plain(version)) and 0 <= version < 2**62):
+        raise ValueError(f"weight_version={version!r} is not a number of optimizer steps. Give the trainer's.")
+    if version is None or batch.versions is None:
+        return {}
+    if (newer := (batch.versions > version).nonzero()).numel():
+        sample = batch.samples[int(batch.per_token(torch.arange(len(batch.samples)))[newer[0]])]
+        raise ValueError(
+            f"weight_version of sample {sample.sample_id} is {int(batch.versions[newer[0]])}, newer than the trainer's "
+            f"weights, which have seen {version} optimizer steps. Record the steps of this run, or leave it out."
+        )
+    ages = torch.where(batch.versions < 0, -1, version - batch.versions)
+    return {} if settings.metrics.level == "none" else {"ages": ages}
 
 
 def _whole(values: Tensor | None, batch: PackedBatch, members: Sequence[Sample]) -> Tensor | None:

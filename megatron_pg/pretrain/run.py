@@ -241,7 +241,8 @@ class _Run:
 
         def forward_backward(**call: object) -> list:
             try:
-                return self.step.forward_backward(function, **call)
+                version = None if call.get("forward_only") else get_args().curr_iteration
+                return self.step.forward_backward(function, weight_version=version, **call)
             except EndOfDocuments as end:
                 self.documents.end(str(end), get_args())
                 return []

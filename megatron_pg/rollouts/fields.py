@@ -67,9 +67,14 @@ def _are_masks(value: Any) -> bool:
     return isinstance(value, dict) and all(is_term(name) and _are_numbers(mask) for name, mask in value.items())
 
 
-def _are_tokens(value: Any) -> bool:
-    """Whether it is a list of token ids. Lists are long: built-in functions check their items here and below."""
-    return _is_list_of(value, {int}) and (not value or (min(value) >= 0 and max(value) < 2**31))
+def _are_whole(value: Any, limit: int) -> bool:
+    """Whether it is a list of integers in [0, limit). Lists are long: built-in functions check items here and below."""
+    return _is_list_of(value, {int}) and (not value or (min(value) >= 0 and max(value) < limit))
+
+
+def _is_version(value: Any) -> bool:
+    """Whether it is a number of optimizer steps, or a list of them."""
+    return _are_whole(value if isinstance(value, list) else [value], 2**62)
 
 
 def _are_numbers(value: Any) -> bool:
@@ -112,7 +117,7 @@ FIELDS = {
     "step": Field(lambda value: is_int(value) and 0 <= value < 2**62),
     "prompt_id": Field(is_id),
     "rollout_id": Field(is_id),
-    "tokens": Field(_are_tokens),
+    "tokens": Field(lambda value: _are_whole(value, 2**31)),
     "response_length": Field(is_int),
     "loss_mask": Field(_are_numbers, is_per_token=True),
     "old_logprobs": Field(_are_numbers, is_of_policy=True, is_per_token=True, is_logprob=True),
@@ -135,7 +140,7 @@ FIELDS = {
     "routed_experts": Field(_are_experts, is_required=False),
     "truncated": Field(lambda value: isinstance(value, bool), is_required=False),
     "environment": Field(is_environment, is_required=False),
-    "weight_version": Field(lambda value: is_int(value) and 0 <= value < 2**62, is_required=False, is_origin=True),
+    "weight_version": Field(_is_version, is_required=False, is_origin=True),
     "worker": Field(is_id, is_required=False, is_origin=True),
     "data_parallel_rank": Field(lambda value: is_int(value) and 0 <= value < 2**31, is_required=False, is_origin=True),
 }

@@ -49,6 +49,8 @@ _PLAIN_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "truncated": (FIELDS["truncated"].accepts, "is neither True nor False. Give one, or none."),
     "environment": (is_environment, "is not a string of 1 to 100 printable characters. Give its name, or none."),
     **{name: (FIELDS[name].accepts, _ORIGIN) for name in ORIGINS},
+    # versions of tokens are checked when the response's length is known
+    "weight_version": (lambda v: not isinstance(v, (int, float, str)) or FIELDS["weight_version"].accepts(v), _ORIGIN),
 }
 
 
@@ -89,7 +91,7 @@ class Sample:
     reward: float | None = None  # of its rollout; equal in all samples of a trajectory that have one
     truncated: bool | None = None  # the response ended at a length limit; None: not known
     environment: str | None = None  # of its rollout; metrics are also reported by environment
-    weight_version: int | None = None  # optimizer steps that the rollout engine's weights had seen
+    weight_version: int | Tensor | None = None  # optimizer steps the engine's weights had seen; or [R] int64, by token
     worker: Id | None = None  # the rollout engine that sampled it
     data_parallel_rank: int | None = None  # of the trainer that computed old_logprobs
     extra: dict[str, object] = field(default_factory=dict)  # the user's own x_ fields
@@ -101,6 +103,9 @@ class Sample:
         self._check_terms()
         if self.turns is not None:
             object.__setattr__(self, "turns", _turns(self.turns, len(self.loss_mask), self.sample_id))
+        if not (self.weight_version is None or is_int(self.weight_version)):
+            versions = _versions(self.weight_version, len(self.loss_mask), self.sample_id)
+            object.__setattr__(self, "weight_version", versions)
         for name in ("advantages", "old_logprobs", *OPTIONAL):
             if (values := getattr(self, name)) is not None:
                 mask = self.trained if name == "token_weights" else self.loss_mask
@@ -191,7 +196,8 @@ class Sample:
                 as `loss_mask`, `routed_experts` as nested lists or an array of integers. `teacher_topk` and
                 `rollout_topk` are a dict of `ids` and `logprobs`, each a list per response token of lists, or an array
                 [R, K]. `teacher_hidden` is a tensor or array [R, H_T], kept in bfloat16 or else converted to float32.
-                `sampling_mask` is a list of ids per response token, or a dict of `ids` and `offsets`.
+                `sampling_mask` is a list of ids per response token, or a dict of `ids` and `offsets`. `weight_version`
+                is an integer, or R of them.
 
         Raises:
             ValueError: a value has no meaning as its field, or `Sample` refuses it.
@@ -298,9 +304,7 @@ def _vector(name: str, values: Any, label: str, kinds: tuple[type, ...]) -> Tens
     except Exception:  # any conversion failure gets the one message below
         types = set()
     if float in types and dtype == torch.int64:
-        raise ValueError(
-            f"tokens of sample {label} are fractions, not token ids, and none may be rounded. Give integers."
-        )
+        raise ValueError(f"{name} of sample {label} are fractions, and none may be rounded. Give integers.")
     what = "token ids" if name == "tokens" else "0 and 1" if "mask" in name else "numbers"
     raise ValueError(f"{name}={shown(values)} of sample {label} is not one flat list of {what}. Give one.")
 
@@ -335,6 +339,17 @@ def _turns(values: Any, size: int, label: str) -> tuple[int, ...]:
             "tokens. Give positive integers; the tokens of a tool belong to a turn, masked."
         )
     return turns
+
+
+def _versions(values: Any, size: int, label: str) -> Tensor:
+    """[R] int64, the weight versions of the response tokens."""
+    versions = _vector("weight_version", values, label, (int,))
+    if len(versions) != size or not FIELDS["weight_version"].accepts(versions.tolist()):
+        raise ValueError(
+            f"weight_version={shorten(values)} of sample {label} is not a number of optimizer steps for each of its "
+            f"{size} response tokens. Give one integer of at least 0, or {size} of them."
+        )
+    return versions
 
 
 def _length_message(name: str, length: int, response_length: int, label: object) -> str:

@@ -150,11 +150,15 @@ class PolicyGradientStep:
 
     # --- the step ---
 
-    def forward_backward(self, forward_backward_func: Callable, **arguments: object) -> list:
+    def forward_backward(
+        self, forward_backward_func: Callable, *, weight_version: int | None = None, **arguments: object
+    ) -> list:
         """Plan the step, run Megatron's forward-backward function over it, and check it.
 
         Args:
             forward_backward_func: what `get_forward_backward_func()` returned.
+            weight_version: optimizer steps that the model's weights have seen since the start of training, the same on
+                every rank. Metrics of staleness subtract `Sample.weight_version`; None: there are none.
             arguments: its keyword arguments. `data_iterator` yields `PackedBatch`es on every rank, the same on tensor-,
                 context- and pipeline-parallel peers. It yields documents where the step takes them, and
                 `num_microbatches` is then not read. `forward_step_func` is `self.forward_step`.
@@ -175,9 +179,9 @@ class PolicyGradientStep:
             self.steps += 1
             place = f"in its step {self.steps}, before the optimizer moved"
         with lost_peer_named(lambda: place):
-            return self._run(forward_backward_func, ScheduleCall.of(arguments))
+            return self._run(forward_backward_func, ScheduleCall.of(arguments, weight_version))
 
-    def open_step(self, model: Any, *, expected: int, **arguments: object) -> OpenStep:
+    def open_step(self, model: Any, *, expected: int, weight_version: int | None = None, **arguments: Any) -> OpenStep:
         """Open a step whose rollouts are trained as they arrive, by Megatron's `get_forward_backward_func()`.
 
         Gradient, checks and report are those of `forward_backward` over all the micro-batches. Every rank must call.
@@ -187,6 +191,7 @@ class PolicyGradientStep:
             model: the wrapped model, or the list of its virtual pipeline stages.
             expected: about how many rollouts the step will have; prompts with `prompt_mean`, trained tokens with
                 `token_mean`. It scales gradients until the step closes: the result depends on it by rounding only.
+            weight_version: as in `forward_backward`.
             arguments: of Megatron's function, at least `seq_length` and `micro_batch_size`.
 
         Raises:
@@ -195,7 +200,7 @@ class PolicyGradientStep:
         self._check_not_open(is_training=True)
         iterators = [None] * len(model) if isinstance(model, list) and len(model) > 1 else None
         given = {"forward_step_func": self.forward_step, "data_iterator": iterators, "num_microbatches": 0}
-        call = ScheduleCall.of({**arguments, **given, "model": model})
+        call = ScheduleCall.of({**arguments, **given, "model": model}, weight_version)
         checks.check_model(call.chunks, self.settings, forward_only=False, is_attached=self._loss.is_attached)
         checks.check_open(call.chunks, takes_documents=self.documents is not None, dynamic_cp=self._dynamic_cp)
         self._loss.check_layer(next(call.chunks[0].parameters()).device)
@@ -261,7 +266,8 @@ class PolicyGradientStep:
             raise
         # under dynamic_cp every rank takes whole groups, and any rank may count their samples
         rule = self.settings.plan_rule
-        rule = replace(rule, undivided=() if documents is None or self._groups else rule.units)
+        undivided = () if documents is None or self._groups else rule.units
+        rule = replace(rule, undivided=undivided, weight_version=call.weight_version)
 
         def fetched() -> Sequence[PackedBatch]:
             if error is not None:

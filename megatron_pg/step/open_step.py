@@ -66,7 +66,7 @@ class OpenStep:
 
     def __init__(self, parts: StepParts, call: ScheduleCall, expected: int):
         self._parts, self._call = parts, call
-        self._plan = OpenPlan(parts.settings, expected)
+        self._plan = OpenPlan(parts.settings, expected, call.weight_version)
         self._error: BaseException | None = None  # of an add
         self._is_open, self.has_ended = True, False  # a step that has failed to close has not ended
         self._digests: list[bytes] = []  # of all micro-batches and their adds, in order

@@ -20,9 +20,10 @@ class ScheduleCall:
     micro_batch_size: int
     forward_only: bool = False
     keywords: Mapping[str, object]  # all of them, as given
+    weight_version: int | None  # optimizer steps that the model's weights have seen, for the ages of tokens
 
     @classmethod
-    def of(cls, keywords: Mapping[str, Any]) -> "ScheduleCall":
+    def of(cls, keywords: Mapping[str, Any], weight_version: int | None = None) -> "ScheduleCall":
         """From the keyword arguments."""
         model = keywords["model"]
         return cls(
@@ -33,6 +34,7 @@ class ScheduleCall:
             micro_batch_size=keywords["micro_batch_size"],
             forward_only=bool(keywords.get("forward_only")),
             keywords=keywords,
+            weight_version=weight_version,
         )
 
     @property

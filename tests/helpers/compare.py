@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 OF_RANKS = frozenset(("mismatch/rank", "mismatch/rank_factor"))  # metrics of a layout, which one process has not
-_EXACT = ("max_", "min_", "num_", "mismatch_max")  # metrics that are picked or counted, not computed
+# metrics that are picked or counted, not computed
+_EXACT = ("max_", "min_", "num_", "mismatch_max", "staleness/max_age", "staleness/age_")
 # of differences of sums, whose last digits cancel where the log-probabilities, values or returns are nearly equal
 _OF_MOMENTS = (
     *("mismatch/correlation", "mismatch/temperature", "mismatch/spread"),

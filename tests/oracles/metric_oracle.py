@@ -11,6 +11,9 @@ import numpy as np
 from step_oracle import POLICY, Document, Settings, TermResult
 from token_oracle import MAX_LOG_RATIO, Tokens
 
+AGES = [("age_0", 0, 0), ("age_1", 1, 1), ("age_2", 2, 2), ("age_3_to_4", 3, 4), ("age_5_to_8", 5, 8)]
+AGES += [("age_9_or_more", 9, math.inf)]
+
 
 def policy_tokens(documents: Sequence[Document], temperature: float) -> list[Tokens]:
     """The objective's tokens of every document that has some."""
@@ -51,6 +54,7 @@ def token_metrics(documents: Sequence[Document], settings: Settings) -> dict[str
         "ratio_new_old_squared_sum": squares,
         "ess": total**2 / (squares * len(ratios)),
         **_optional(found),
+        **staleness_metrics(documents, settings),
     }
 
 
@@ -67,6 +71,29 @@ def _optional(found: Sequence[Tokens]) -> dict[str, float]:
         result["mismatch_max"] = max(float(np.abs(own.old - own.rollout).max()) for own in with_rollout)
         pairs = [pair for own in with_rollout for pair in zip(own.old.tolist(), own.rollout.tolist(), strict=True)]
         result |= gap_metrics(pairs)
+    return result
+
+
+def staleness_metrics(documents: Sequence[Document], settings: Settings) -> dict[str, float]:
+    """By the age of the weights that sampled them: tokens with a version, one by one; absent without one."""
+    found: list[tuple[int, float, float]] = []  # age, ratio, |log-ratio|
+    for document in documents:
+        own = document.rows(POLICY)
+        if settings.weight_version is None or document.versions is None or own is None or not len(own):
+            continue
+        tokens = document.tokens(own, settings.temperature, "old")
+        ages = [settings.weight_version - int(document.versions[row]) for row in own]
+        found += zip(ages, tokens.ratio.tolist(), np.abs(tokens.log_ratio).tolist(), strict=True)
+    result = {}
+    if found:
+        result["staleness/mean_age"] = sum(age for age, *_ in found) / len(found)
+        result["staleness/max_age"] = max(age for age, *_ in found)
+    for name, first, last in AGES:
+        members = [(ratio, size) for age, ratio, size in found if first <= age <= last]
+        if members:
+            result[f"staleness/{name}"] = len(members) / len(found)
+            result[f"staleness/ratio_new_old_{name}"] = math.fsum(ratio for ratio, _ in members) / len(members)
+            result[f"staleness/abs_log_ratio_{name}"] = math.fsum(size for _, size in members) / len(members)
     return result
 
 

@@ -75,6 +75,7 @@ class Document:
         penalised: [R] bool, tokens of a term of kind PENALTY.
         token_weights: [R] >= 0, factors on the tokens' weights in every term; None: 1.
         turns: lengths of the response's turns, one after another; None: one turn.
+        versions: [R] optimizer steps that the weights which sampled each token had seen; None: not known.
         rollout_id: shared by the samples of one trajectory; None: the sample is its own trajectory.
         prompt_id: shared by the samples of one prompt group; needed by prompt_mean.
     """
@@ -97,6 +98,7 @@ class Document:
     penalised: np.ndarray | None = None
     token_weights: np.ndarray | None = None
     turns: Sequence[int] | None = None
+    versions: Sequence[int] | None = None
     rollout_id: object = None
     prompt_id: object = None
     reward: float | None = None
@@ -171,6 +173,7 @@ class Settings:
     tail_floor: float = 1e-6
     weight_denominator: str = "tokens"  # or "weights"
     sequence_level: str = "sample"  # or "turn"
+    weight_version: int | None = None  # optimizer steps that the trainer's weights have seen
 
     @property
     def bounds(self) -> tuple[float | None, float | None]:

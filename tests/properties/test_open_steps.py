@@ -77,7 +77,8 @@ def test_an_open_step_has_the_gradient_and_metrics_of_the_closed_one(layout, ful
     contracts = (
         CONTRACTS * (FULL[layout.world_size] // len(CONTRACTS)) if full else CONTRACTS[EVERY.index(layout) % 3 :: 3]
     )
-    cases = [step_cases.random_case(rng, aggregation, per_token=flag) for aggregation, flag in contracts]
+    drawn = [step_cases.random_case(rng, aggregation, per_token=flag) for aggregation, flag in contracts]
+    cases = [case.with_versions(number) for number, case in enumerate(drawn)]
     steps = [arrivals_of(case, layout, rng, expected_of(case, rng)) for case in cases]
     evidence(cases=len(steps), worst=errors_of(steps, layout), tolerance=LIMIT)
 

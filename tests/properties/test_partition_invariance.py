@@ -43,7 +43,7 @@ def numbered_case(layout: Layout, dtype: torch.dtype, number: int) -> tuple[Step
     """Case `number` of a layout: aggregations and contracts take turns."""
     rng = random.Random(f"{layout}{dtype}{number}")
     aggregation, per_token = CONTRACTS[number % len(CONTRACTS)]
-    case = random_case(rng, aggregation, per_token=per_token, dtype=dtype)
+    case = random_case(rng, aggregation, per_token=per_token, dtype=dtype).with_versions(number)
     return case, case.step(layout, rng)
 
 
@@ -166,6 +166,7 @@ def drawn_cases(draw) -> tuple[StepCase, Layout, Step]:
     settings = {"per_token": per_token, "divisor": divisor_of(aggregation, rng.uniform(1, 5000)), "temperature": 0.7}
     case = step_cases.plain_case(samples, step_cases.poisoned_logits(samples, rng), aggregation, **settings)
     assume(step_cases.is_well_conditioned(case))
+    case = case.with_versions(rng.random())
     layout = draw(
         st.builds(
             Layout,
@@ -179,7 +180,7 @@ def drawn_cases(draw) -> tuple[StepCase, Layout, Step]:
     cells = [[[] for _ in range(layout.microbatches)] for _ in range(layout.data)]
     for i in range(len(samples)):
         draw(st.sampled_from(draw(st.sampled_from(cells)))).append(i)
-    return case, layout, Step(samples, case.logits, case.loss, cells)
+    return case, layout, Step(case.samples, case.logits, case.loss, cells, weight_version=case.asked.weight_version)
 
 
 def is_exact(drawn: tuple[StepCase, Layout, Step]) -> bool:

@@ -45,7 +45,7 @@ def repeated(folder, full):
     with RolloutWriter(folder / "rollouts.jsonl") as writer:
         for step in range(2):
             names = [{name: f"{getattr(s, name)}-{step}" for name in ("prompt_id", "rollout_id")} for s in first]
-            writer.write([replace(s, step=step, **ids) for s, ids in zip(first, names, strict=True)])
+            writer.write([replace(s, step=step, weight_version=0, **ids) for s, ids in zip(first, names, strict=True)])
     return run_own_loop(1, folder / "metrics.jsonl", "--lr", "0", "--rollouts", str(folder / "rollouts.jsonl"))
 
 
@@ -86,6 +86,7 @@ def test_an_own_loop_on_two_ranks_logs_what_it_logs_on_one(one_rank, two_ranks):
 def test_a_step_of_an_own_loop_has_no_gradient_of_the_step_before(repeated):
     first, second = repeated
     assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-6)
+    assert (first["staleness/max_age"], second["staleness/max_age"]) == (0, 1)  # of samples that the first weights drew
 
 
 # --- plain PyTorch ---

@@ -75,7 +75,7 @@ def _run_rank(rank: int, steps: Sequence[Arrivals], layout: Layout) -> list[Simp
 
 def _run_rank_step(rank: int, step: Arrivals, layout: Layout, groups) -> SimpleNamespace:
     d, case, loss = layout.coordinates(rank)[0], step.case, step.case.loss
-    plan, added = OpenPlan(loss, step.expected), []
+    plan, added = OpenPlan(loss, step.expected, case.asked.weight_version), []
     provisional = [torch.zeros(0, dtype=torch.float64)]
 
     def train(planned: PlannedStep, cells: Cells) -> SimpleNamespace:

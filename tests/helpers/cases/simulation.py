@@ -132,6 +132,7 @@ class Step:
     cells: list[list[list[int]]]  # samples of [data rank][micro-batch]
     filling: float = math.nan  # logits at positions without a sample
     batches: list[list[PackedBatch]] | None = None  # of [data rank][micro-batch], where they were packed already
+    weight_version: int | None = None  # the trainer's
 
 
 def run_step(
@@ -165,7 +166,8 @@ def _run_rank_step(rank: int, step: Step, layout: Layout, groups: Sequence[dist.
     d, loss = layout.coordinates(rank)[0], step.loss
     cells = step.cells[d]
     batches = step.batches[d] if step.batches else pack_cells(step.samples, cells, layout)
-    rule = replace(loss.plan_rule, numbers_may_repeat=False)  # one process has numbered the samples
+    # one process has numbered the samples
+    rule = replace(loss.plan_rule, numbers_may_repeat=False, weight_version=step.weight_version)
     planned = PlannedStep.of(lambda: batches, loss, group=groups[0], rule=rule)
     found = train(planned, step.logits, cells, loss, layout, rank, groups, filling=step.filling)
     found.plan = planned.plan

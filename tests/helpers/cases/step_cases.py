@@ -129,7 +129,16 @@ class StepCase:
 
     def step(self, layout: Layout, rng: random.Random) -> Step:
         """The step in a random cut."""
-        return Step(self.samples, self.logits, self.loss, simulation.scatter_samples(self.samples, layout, rng))
+        cells = simulation.scatter_samples(self.samples, layout, rng)
+        return Step(self.samples, self.logits, self.loss, cells, weight_version=self.asked.weight_version)
+
+    def with_versions(self, seed: object) -> "StepCase":
+        """The case with a weight version for most samples or tokens, and in most cases for the trainer."""
+        rng = random.Random(f"versions {seed}")
+        newest = rng.choice([0, 2, 40, 40, 2**61])
+        samples = [replace(s, weight_version=_drawn_versions(s.response_length, newest, rng)) for s in self.samples]
+        asked = replace(self.asked, weight_version=rng.choice([newest, newest, newest, None]))
+        return replace(self, samples=samples, asked=asked)
 
     # ---- Errors ----
 
@@ -277,6 +286,7 @@ def document_of(sample: Sample, table: Tensor, keeps_entropy: bool = False) -> D
         "teacher_logprobs": "teacher",
     }
     known = {short: values.numpy() for name, short in names.items() if (values := getattr(sample, name)) is not None}
+    version = sample.weight_version
     return Document(
         logits=table[first : first + sample.response_length].numpy(),
         targets=sample.tokens[first + 1 :].numpy(),
@@ -290,6 +300,7 @@ def document_of(sample: Sample, table: Tensor, keeps_entropy: bool = False) -> D
         keeps_entropy=keeps_entropy,
         token_weights=None if sample.token_weights is None else sample.token_weights.numpy(),
         turns=sample.turns,
+        versions=None if version is None else torch.as_tensor(version).expand(sample.response_length).tolist(),
         rollout_id=sample.rollout_id,
         prompt_id=sample.prompt_id,
         reward=sample.reward,
@@ -432,6 +443,13 @@ def silent_positions(sample: Sample) -> list[int]:
     """Positions whose logits predict no trained token."""
     predicts = {first_row(sample) + k for k, trained in enumerate(sample.loss_mask.tolist()) if trained}
     return [position for position in range(len(sample.tokens)) if position not in predicts]
+
+
+def _drawn_versions(size: int, newest: int, rng: random.Random) -> int | list[int] | None:
+    """Of one sample: none, one, or one for each token, of ages on both sides of every bound."""
+    oldest = max(newest - 1000, 0)
+    ages = [min(rng.choice([0, 0, 1, 2, 3, 4, 5, 8, 9, newest - oldest]), newest) for _ in range(size)]
+    return rng.choice([None, newest - ages[0], [newest - age for age in ages]])
 
 
 # ---- Objectives ----

@@ -174,7 +174,7 @@ def test_a_metric_without_a_contribution_is_absent_never_zero():
     assert not {"kl_new_ref", "mismatch_kl", "mismatch_max", "num_prompts"} & found.keys()
     assert reduction.lacking(found) == {
         "ref_logprobs": ["kl_new_ref", "ratio_new_ref"],
-        "rollout_logprobs": [m.name for m in METRICS if m.needs == "rollout_logprobs" and m.kind != "part"],
+        "rollout_logprobs": [m.name for m in METRICS if m.needs == "rollout_logprobs" and m.is_reported],
         "reward": ["reward", "reward_std", "max_reward", "min_reward"],
         "truncated": ["truncated_fraction"],
     }

@@ -453,6 +453,8 @@ def test_columns_hold_the_trained_tokens():
     assert gap.step.tolist() == [4, 5]
     assert gap.weight_version[0] == 2
     assert np.isnan(gap.weight_version[1])
+    by_token = [sample(weight_version=[5, 90, 8]), sample(weight_version=[1, 2, 9], loss_mask=[0, 0, 0]), samples[0]]
+    assert gap_of(by_token).weight_version.tolist() == [6, 4, 2]  # means over the trained tokens, or all, rounded
     assert gap.groups == {"worker": ["e0", None], "data_parallel_rank": [None, 1], "file": ["a", "b"]}
 
 

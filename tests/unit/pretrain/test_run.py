@@ -62,6 +62,18 @@ def test_operations_are_counted_for_the_positions_of_the_steps(session):
     assert logged == [100, 200, 50, 60]  # the line, every second iteration, is about a mean step
 
 
+@pytest.mark.parametrize("loaded", [0, 50])
+def test_the_weights_of_a_step_have_seen_megatrons_iteration(session, loaded):
+    """From the first step after a checkpoint on; an evaluation has no ages."""
+    seen = []
+    session.step.forward_backward = lambda function, **call: seen.append(call["weight_version"])
+    run_step = session.forward_backward(lambda: print)
+    for session.args.curr_iteration in (loaded, loaded + 1):
+        run_step(forward_only=False)
+    run_step(forward_only=True)
+    assert seen == [loaded, loaded + 1, None]
+
+
 def test_consumed_samples_and_the_position_go_into_the_arguments_of_the_checkpoint(session):
     session.log.write = lambda values, settings, args: None
     log = partial(session.training_log, lambda iteration: None)

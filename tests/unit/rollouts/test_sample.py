@@ -108,7 +108,7 @@ def test_an_unusual_line_is_read(file, fields):
 
 def test_token_ids_are_not_rounded_and_numbers_of_numpy_are_numbers():
     fields = {"response_length": 1, "loss_mask": [1], "old_logprobs": [-1.0]}
-    with pytest.raises(ValueError, match="fractions, not token ids"):
+    with pytest.raises(ValueError, match=r"tokens of sample \? are fractions, and none may be rounded"):
         Sample.build(tokens=[1.9, 2.0], advantage=1.0, **fields)
     assert Sample.build(tokens=[1, 2], advantage=np.float32(0.5), **fields).advantages.tolist() == [0.5]
 
@@ -177,7 +177,7 @@ def test_a_value_without_a_meaning_is_refused_in_one_line(build):
     whole = {name: getattr(good, name) for name in ("tokens", "loss_mask", "old_logprobs", "advantages")}
     make, fields = (Sample.build, GOOD) if build else (Sample, whole)
     others = ("prompt_id", "rollout_id", "sample_id", "step", "reward", "extra", "rollout_logprobs", "ref_logprobs")
-    others += ("routed_experts",)
+    others += ("routed_experts", "weight_version")
     messages = []
     for name in (*fields, *others):
         for value in HOSTILE:
@@ -219,6 +219,13 @@ NOT_FINITE = "at response token 1, which is trained"
         *(({"loss_mask": [1, 1], "advantage": [1.0, value]}, NOT_FINITE) for value in (math.nan, math.inf)),
         ({"weight_version": -1}, "weight_version=-1 of sample s does not say where it comes from"),
         ({"weight_version": 1.5}, "weight_version=1.5 of sample s does not say"),
+        ({"weight_version": [1.5, 2]}, "weight_version of sample s are fractions, and none may be rounded"),
+        (
+            {"weight_version": [3]},
+            "weight_version=[3] of sample s is not a number of optimizer steps for each of its 2",
+        ),
+        *(({"weight_version": [1, v]}, f"[1, {v}] of sample s is not a number of optimizer") for v in (-1, 2**62)),
+        ({"weight_version": 10**400}, "of sample s does not say where it comes from"),
         ({"worker": [1]}, "worker=[1] of sample s does not say"),
         ({"data_parallel_rank": True}, "data_parallel_rank=True of sample s does not say"),
         ({"worker": "a\nb"}, "does not say where it comes from"),
@@ -275,13 +282,16 @@ def test_a_file_of_samples_is_kept_unless_it_is_to_be_appended_to_or_replaced(tm
     [
         *({}, {"weight_version": 0}, {"worker": "engine-3"}, {"truncated": True}, {"truncated": False}),
         {"worker": 7, "data_parallel_rank": 0, "weight_version": 2**61},
+        {"weight_version": [2**61, 0]},
     ],
     ids=str,
 )
 def test_where_a_sample_comes_from_is_written_and_read(origin, tmp_path):
     (found,) = rewritten(tmp_path, Sample.build(**WHOLE, **origin))
     names = ("weight_version", "worker", "data_parallel_rank", "truncated")
-    assert {name: getattr(found, name) for name in names} == dict.fromkeys(names) | origin
+    values = {name: getattr(found, name) for name in names}
+    values = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
+    assert values == dict.fromkeys(names) | origin
 
 
 @pytest.mark.parametrize(

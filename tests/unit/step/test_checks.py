@@ -66,7 +66,7 @@ CHANGES = [
     *({"advantage": [0.5, 0.5]}, {"rollout_logprobs": [-1.5, -2.625]}, {"rollout_logprobs": None}),
     *({"ref_logprobs": [-1.25, -2.375]}, {"ref_logprobs": None}, {"reward": 1.0}, {"truncated": True}),
     *({"routed_experts": [[[0, 1]], [[2, 3]], [[4, 6]]]}, {"routed_experts": None}),
-    *({"denominator": 4.0}, {"agreed": 7}, {"qkv_format": "bshd"}),
+    *({"denominator": 4.0}, {"agreed": 7}, {"qkv_format": "bshd"}, {"weight_version": 3}, {"weight_version": [3, 4]}),
 ]
 
 
