@@ -218,13 +218,13 @@ METRICS: tuple[Metric, ...] = (
     _ratio(
         "entropy_mean",
         lambda s: s["entropy_loss"] / s["_u"],
-        "Σ u·H / Σ u [nats]: what the coefficient follows",
+        "Σ u·H / Σ u [nats]: the mean entropy that decides the next step's coefficient",
         **_TARGET,
     ),
     _max(
         "entropy_coef",
         lambda t: torch.full_like(t.result.logprobs, t.terms.adaptive_entropy.value),
-        "η [1]: the entropy coefficient of this step",
+        "η [1]: the entropy coefficient of this step, 0 after a step above the target",
         **_TARGET,
     ),
     _loss(

@@ -14,6 +14,7 @@ from example_runs import saved_step
 # Warm-up of 5 steps, then rollout batches of 64 documents: 14 does not divide them, so that batches straddle steps.
 STEPS = 26
 FLAGS = example_runs.FLAGS | {"docs-per-step": 14, "micro-batch-size": 4, "train-iters": STEPS}
+FLAGS |= {"pg-entropy-target": "1.5,step=0.001"}  # which has a state
 CALLS = 150_000  # of functions, Python's and C's, in a step: 78,000 to 150,000
 
 

@@ -17,7 +17,7 @@ STEPS, STOP = FLAGS["train-iters"], 7  # the checkpoint of step 7 lies inside a 
 
 def launch(run: Path, *flags: str, ranks: int = 1, check: bool = True) -> subprocess.CompletedProcess:
     """One run, which saves to its folder."""
-    saving = ["--save", str(run / "saved")]
+    saving = ["--save", str(run / "saved"), "--pg-entropy-target", "1.5,step=0.001"]  # which has a state
     return example_runs.launch(run, *example_runs.words_of(FLAGS), *saving, *flags, ranks=ranks, check=check)
 
 

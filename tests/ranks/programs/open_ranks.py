@@ -29,6 +29,7 @@ from ranks import Case
 
 from megatron_pg import LossTerm
 from megatron_pg.batch import LocalBatch, PackedBatch, pack
+from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.forward_step import PolicyGradientStep
 
@@ -46,10 +47,7 @@ class Trial:
 
     def __init__(self, case: Case):
         self.case, self.reports = case, []
-        loss = ranks.settings(case.aggregation, case.layout.options)
-        if "sft" in case.fault:
-            loss = replace(loss, terms=replace(loss.terms, further=(SFT,)))
-        self.step = PolicyGradientStep(loss, self.reports.append)
+        self.step = PolicyGradientStep(self.loss(), self.reports.append)
         chunks = rank_model.build(case.layout, per_token=case.aggregation == "token_mean")
         for chunk in chunks:
             if chunk.post_process:
@@ -59,6 +57,10 @@ class Trial:
         self.samples = ranks.samples(case.layout.options)
         self.rank = parallel_state.get_data_parallel_rank()
         self.shape = {"seq_length": WIDTH, "micro_batch_size": ranks.rows_of(case)}
+
+    def loss(self) -> LossSettings:
+        loss = ranks.settings(self.case.aggregation, self.case.layout.options)
+        return replace(loss, terms=replace(loss.terms, further=(SFT,))) if "sft" in self.case.fault else loss
 
     def groups(self) -> list[list[Sample]]:
         """This data-parallel rank's prompt groups."""
