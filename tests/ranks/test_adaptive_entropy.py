@@ -7,14 +7,17 @@ import processes
 import pytest
 from rank_cases import crossed, words
 
-FAST = words("dp2-sample_mean cp2t-token_mean-gspo pp2-constant-fused")
-FULL = [*FAST, *crossed("dp2t tp2s cp2 pp2v", "sample_mean prompt_mean token_mean constant", ". fused gspo")]
+FAST = words("dp2-sample_mean-entropy cp2t-token_mean-entropy-gspo pp2-constant-fused-entropy")
+FULL = [
+    *FAST,
+    *crossed("dp2t tp2s cp2 pp2v", "sample_mean prompt_mean token_mean constant", "entropy fused-entropy entropy-gspo"),
+]
 TARGET, STEP, MOST, FIRST = 2.2, 0.04, 0.1, 0.05
 
 
 @launches.launch
 def results(folder, full):
-    with processes.finished([processes.start(2, folder, FULL if full else FAST, script="entropy_ranks.py")]):
+    with processes.finished([processes.start(2, folder, FULL if full else FAST, script="open_ranks.py")]):
         return folder
 
 
