@@ -109,7 +109,7 @@ class Facts:
 
     @property
     def further(self) -> tuple[LossTerm, ...]:
-        """The loss terms in addition to the objective with a weight that is or may be > 0; those with flags first."""
+        """The loss terms in addition to the objective, with weights that are or can become > 0; those with flags first."""
         args, step_mean = self.args, STEP_MEANS[self.per_token]
         make = partial(
             LossTerm, on=OBJECTIVE.name, aggregation=AS_POLICY if args.pg_aux_aggregation == "policy" else step_mean
@@ -123,7 +123,7 @@ class Facts:
             weight = self.correction_numbers["coef"]
             terms.append(make(name=PENALTY, kind=PENALTY, weight=weight, aggregation=AS_POLICY, estimator="abs"))
         terms += [term.resolved(aggregation, divisor) for term in self.given_terms if term.name != OBJECTIVE.name]
-        return tuple(t for t in terms if t.weight or (t.name == "entropy" and self.has_entropy_term))
+        return tuple(t for t in terms if t.weight or (t.name == "entropy" and self.selected_target))
 
 
 def _declared(table: Mapping[str, Declaration], name: object) -> Declaration | None:

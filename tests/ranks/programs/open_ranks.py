@@ -381,7 +381,9 @@ def run_entropy(case: Case, out: Path) -> None:
         names = ("entropy_coef", "entropy_mean", "entropy_loss", "pg_loss", "loss")
         records.append({name: metrics[name] for name in names} | {"state": trial.step.state_dict()})
     rank = torch.distributed.get_rank()
-    (out / f"{case.name}.{rank}.json").write_text(json.dumps(records), encoding="utf-8")
+    trial.step.load_state_dict({"entropy_coef": 0.01 + 0.01 * rank, "entropy": None})  # a mistake
+    result = {"steps": records, "message": message_of(trial.closed)}
+    (out / f"{case.name}.{rank}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 def main() -> None:
