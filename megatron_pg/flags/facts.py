@@ -109,7 +109,7 @@ class Facts:
 
     @property
     def further(self) -> tuple[LossTerm, ...]:
-        """The loss terms in addition to the objective with a weight > 0, or one that can rise; those with a flag first."""
+        """The loss terms beyond the objective with a weight > 0, or one that can rise; those with a flag first."""
         args, step_mean = self.args, STEP_MEANS[self.per_token]
         make = partial(
             LossTerm, on=OBJECTIVE.name, aggregation=AS_POLICY if args.pg_aux_aggregation == "policy" else step_mean
