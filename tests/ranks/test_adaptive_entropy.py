@@ -8,10 +8,7 @@ import pytest
 from rank_cases import crossed, words
 
 FAST = words("dp2-sample_mean-entropy cp2t-token_mean-entropy-gspo pp2-constant-fused-entropy")
-FULL = [
-    *FAST,
-    *crossed("dp2t tp2s cp2 pp2v", "sample_mean prompt_mean token_mean constant", "entropy fused-entropy entropy-gspo"),
-]
+FULL = [*FAST, *crossed("dp2t tp2s cp2 pp2v", "sample_mean token_mean", "entropy fused-entropy entropy-gspo")]
 TARGET, STEP, MOST, FIRST = 2.2, 0.04, 0.1, 0.05
 
 
