@@ -110,6 +110,7 @@ ONLY_WITH = {
     "further": "with a KL or entropy term, `--pg-term` or `--mtp-num-layers` only",
     "kl": "with a KL term only",
     "entropy": "with an entropy term only",
+    "adaptive_entropy": "with `--pg-entropy-target` only",
     "mtp": "with `--mtp-num-layers` only",
     "sequence": "with an objective of whole sequences only (gspo, gspo_token, topr, vespo, gmpo, your own)",
     "correction": "with a correction only, but for those of the whole step",

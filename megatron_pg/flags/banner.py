@@ -118,9 +118,12 @@ def _term_rows(facts: Facts) -> Rows:
     if args.pg_kl_coef:
         by = f"by {args.pg_kl_estimator}  (--pg-kl-coef, --pg-kl-estimator)"
         yield "KL", f"+ {args.pg_kl_coef:g} Σ u·KL(π‖π_ref) {by}"
-    if args.pg_entropy_coef:
+    if (target := args.pg_entropy_target) is not None:
+        first = f"η is {args.pg_entropy_coef:g} in the first step"
+        yield "entropy", f"- η Σ u·H, exact; {first}  (--pg-entropy-coef, --pg-entropy-target {target})"
+    elif args.pg_entropy_coef:
         yield "entropy", f"- {args.pg_entropy_coef:g} Σ u·H, exact  (--pg-entropy-coef)"
-    if args.pg_kl_coef or args.pg_entropy_coef:
+    if args.pg_kl_coef or facts.has_entropy_term:
         yield "u", f"{_auxiliary_weights(facts)}  (--pg-aux-aggregation {args.pg_aux_aggregation})"
     yield from (_term_row(term) for term in facts.further if term.name not in SHORTHANDS)
     if args.pg_sampling_mask_entropy != "full":

@@ -3,8 +3,9 @@
 import argparse
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+from megatron_pg.declarations.adaptive_entropy import NUMBERS, AdaptiveEntropy
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
 from megatron_pg.declarations.corrections import CORRECTIONS, PENALTY
 from megatron_pg.declarations.declaration import resolved
@@ -42,6 +43,9 @@ class Facts:
             self.objective = _declared(OBJECTIVES, self.selected_objective.name)
         self.selected_correction = Selection.of("--pg-correction", args.pg_correction)
         self.correction = _declared(CORRECTIONS, self.selected_correction.name)
+        target = args.pg_entropy_target
+        self.selected_target = None if target is None else Selection.of("--pg-entropy-target", target)
+        self.has_entropy_term = args.pg_entropy_coef != 0 or target is not None
         self.given_terms: list[LossTerm] = []  # of --pg-term, without the wrong ones
         self.wrong_terms: list[tuple[object, ValueError]] = []  # the texts, each with its error (rule E71)
         for text in args.pg_term if isinstance(args.pg_term, (list, tuple)) else ():
@@ -87,6 +91,12 @@ class Facts:
         return {option: selected.given[option] for option in CORRECTIONS[str(selected.name)].words}
 
     @property
+    def adaptive_entropy(self) -> AdaptiveEntropy | None:
+        """The entropy coefficient before the first step; None: it is constant."""
+        first, chosen = self.args.pg_entropy_coef, cast(Any, self.selected_target)
+        return chosen and AdaptiveEntropy(target=chosen.amount, coefficient=first, **chosen.resolved(NUMBERS, {}))
+
+    @property
     def corrects_sequences(self) -> bool:
         """Whether the correction reads whole sequences."""
         level = self.selected_correction.given.get("level", "")
@@ -99,7 +109,7 @@ class Facts:
 
     @property
     def further(self) -> tuple[LossTerm, ...]:
-        """The loss terms in addition to the objective with a weight > 0; those with their own flags first."""
+        """The loss terms beyond the objective with a weight > 0, or one that can rise; those with a flag first."""
         args, step_mean = self.args, STEP_MEANS[self.per_token]
         make = partial(
             LossTerm, on=OBJECTIVE.name, aggregation=AS_POLICY if args.pg_aux_aggregation == "policy" else step_mean
@@ -113,7 +123,7 @@ class Facts:
             weight = self.correction_numbers["coef"]
             terms.append(make(name=PENALTY, kind=PENALTY, weight=weight, aggregation=AS_POLICY, estimator="abs"))
         terms += [term.resolved(aggregation, divisor) for term in self.given_terms if term.name != OBJECTIVE.name]
-        return tuple(term for term in terms if term.weight)
+        return tuple(t for t in terms if t.weight or (t.name == "entropy" and self.selected_target))
 
 
 def _declared(table: Mapping[str, Declaration], name: object) -> Declaration | None:

@@ -67,6 +67,8 @@ def _entropy_readers(facts: Facts) -> Iterator[str]:
     """The flags that read more of a token's distribution than its log-probability."""
     if facts.args.pg_entropy_coef != 0:
         yield f"--pg-entropy-coef {facts.args.pg_entropy_coef}"
+    elif facts.selected_target is not None:
+        yield str(facts.selected_target)
     if facts.args.pg_metrics == "with_entropy":
         yield "--pg-metrics with_entropy"
     weighted = (term for term in facts.given_terms if term.weight)

@@ -4,10 +4,10 @@ Every objective and correction has its own numbers, the options of its text, wit
 that the selected one does not read is an error, and so is a missing number without a default.
 """
 
-import argparse
 import math
 
 from megatron_pg.declarations import corrections, objectives
+from megatron_pg.declarations.adaptive_entropy import NUMBERS
 from megatron_pg.declarations.aggregations import AGGREGATIONS, is_by_turn
 from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS, OTHER_ESTIMATORS
@@ -40,7 +40,7 @@ def objective_violations(facts: Facts) -> Violations:
     yield from number("--pg-entropy-coef", args.pg_entropy_coef, 0.0, math.inf, "finite and >= 0")
     yield from _objective_rules(facts)
     yield from _correction_rules(facts)
-    yield from _auxiliary_rules(args)
+    yield from _auxiliary_rules(facts)
     yield from word_rules(args, "--pg-mtp-aggregation", "--pg-mtp-target")
     yield from _prediction_rules(facts)
 
@@ -98,8 +98,8 @@ def _correction_rules(facts: Facts) -> Violations:
         yield f"E42 {selected},high={high:g} bounds {declared.bounds}; give a bound > 0"
 
 
-def _auxiliary_rules(args: argparse.Namespace) -> Violations:
-    has_kl, has_entropy = args.pg_kl_coef != 0, args.pg_entropy_coef != 0
+def _auxiliary_rules(facts: Facts) -> Violations:
+    args, has_kl = facts.args, facts.args.pg_kl_coef != 0
     if has_kl and args.pg_kl_estimator is None:
         yield (
             "E41 --pg-kl-coef needs --pg-kl-estimator; there is no default (k3_weighted has the right value and "
@@ -107,11 +107,17 @@ def _auxiliary_rules(args: argparse.Namespace) -> Violations:
         )
     if not has_kl and args.pg_kl_estimator is not None:
         yield "E40 --pg-kl-estimator has no effect without --pg-kl-coef; remove it or give a coefficient > 0"
-    if not has_kl and not has_entropy and args.pg_aux_aggregation == "policy":
+    if not has_kl and not facts.has_entropy_term and args.pg_aux_aggregation == "policy":
         yield (
             "E40 --pg-aux-aggregation policy has no effect without --pg-kl-coef or --pg-entropy-coef; remove it or "
             "give one"
         )
+    if (selected := facts.selected_target) is not None:
+        yield from number("--pg-entropy-target", selected.amount, ABOVE_ZERO, math.inf, "finite and > 0")
+        yield from selected.violations(NUMBERS, {})
+        first, most = args.pg_entropy_coef, selected.numbers.get("max", math.inf)
+        if are_numbers(first) and first > most:
+            yield f"E42 --pg-entropy-coef {first:g} is above max={most:g} of --pg-entropy-target; lower it or raise max"
 
 
 def _prediction_rules(facts: Facts) -> Violations:

@@ -71,6 +71,11 @@ class Selection(NamedTuple):
         return f"{self.flag} {self.name}"
 
     @property
+    def amount(self) -> object:
+        """The name as a number where it is one, for a flag whose text begins with a number."""
+        return float(self.name) if isinstance(self.name, str) and _NUMBER.fullmatch(self.name) else self.name
+
+    @property
     def numbers(self) -> dict[str, float]:
         """The options that are numbers."""
         return {option: float(text) for option, text in self.given.items() if _NUMBER.fullmatch(text)}

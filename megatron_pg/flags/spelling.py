@@ -34,6 +34,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "--pg-kl-coef": ("kl", "beta", "kl-beta", "kl-weight", "kl-penalty", "kl-loss", "kl-loss-coef", "use-kl-loss"),
     "--pg-kl-estimator": ("kl-type", "kl-loss-type", "kl-penalty-type", "kl-method"),
     "--pg-entropy-coef": ("entropy", "entropy-bonus", "entropy-weight", "entropy-loss-coef", "entropy-beta"),
+    "--pg-entropy-target": ("adaptive-entropy", "use-adaptive-entropy", "target-entropy", "entropy-coef-delta"),
     "--pg-aux-aggregation": ("kl-aggregation", "entropy-aggregation", "aux-weights"),
     "--pg-grad-divisor": ("gradient-divisor", "grad-scale", "grad-divide"),
     "--pg-kernel": ("impl", "implementation", "backend", "triton"),

@@ -27,6 +27,7 @@ GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "--pg-kl-coef": {"type": float, "default": 0.0, "metavar": "BETA"},
         "--pg-kl-estimator": {"metavar": "NAME"},
         "--pg-entropy-coef": {"type": float, "default": 0.0, "metavar": "ETA"},
+        "--pg-entropy-target": {"metavar": "NATS,step=X[,max=X]"},
         "--pg-role": {"choices": choices.ROLES, "default": "policy"},
         "--pg-value-clip": {"type": float, "metavar": "EPS"},
     },
@@ -89,6 +90,9 @@ _HELP = {  # names in braces are those of `_shown`
     "--pg-kl-estimator": "Estimator of --pg-kl-coef, required with it: {estimators}. k3_weighted has the right value "
     "and the right gradient.",
     "--pg-entropy-coef": "Subtracts ETA times the exact entropy of softmax(z / TAU) over the vocabulary. Default 0.",
+    "--pg-entropy-target": "Adapt the entropy coefficient to a target of the mean entropy, in nats. After each step it "
+    "rises by step if the entropy is below the target. If the entropy is above, it falls by step and is 0 in the next "
+    "step. It begins at --pg-entropy-coef and stays between 0 and max. Checkpoints contain it. Default: constant.",
     "--pg-role": "What the model is. policy (default): it gives logits. critic: it has a value head, of "
     "megatron_pg.add_value_head, and learns the samples' returns by PPO's value loss.",
     "--pg-value-clip": "Hold a critic's value to EPS around the sample's old value in the value loss; EPS > 0. "

@@ -94,10 +94,10 @@ def _together(facts: Facts, terms: list[LossTerm]) -> Violations:
         if isinstance(value, str) and value in choices:  # rule E25 reports any other value
             unread = f"{flag} {value} has no effect without the objective"
             yield f"E73 {unread}, which {_DROPPED} drops; remove one of the two"
-    if facts.args.pg_kl_coef or facts.args.pg_entropy_coef:
+    if facts.args.pg_kl_coef or facts.has_entropy_term:
         yield (
-            f"E73 --pg-kl-coef and --pg-entropy-coef are terms of the objective, which {_DROPPED} drops; write "
-            f"--pg-term NAME:kl,on={POLICY} or NAME:entropy,on={POLICY}"
+            "E73 --pg-kl-coef, --pg-entropy-coef and --pg-entropy-target are about terms of the objective, which "
+            f"{_DROPPED} drops; write --pg-term NAME:kl,on={POLICY} or NAME:entropy,on={POLICY}"
         )
 
 
@@ -113,6 +113,6 @@ def sampling_mask_violations(facts: Facts) -> Violations:
 
 
 def _reads_entropy(facts: Facts) -> bool:
-    if facts.args.pg_entropy_coef != 0 or facts.args.pg_metrics == "with_entropy" or facts.wrong_terms:
+    if facts.has_entropy_term or facts.args.pg_metrics == "with_entropy" or facts.wrong_terms:
         return True
     return any(term.kind == "entropy" and term.weight for term in facts.given_terms)

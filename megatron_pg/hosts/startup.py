@@ -221,6 +221,8 @@ def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> Iter
     """Messages about arguments that belong to Megatron's own loop, or read what the host's batches do not contain."""
     if args.pg_role == "critic":
         yield "--pg-role critic has no effect here, where this loss replaces that of the host's actor; remove it"
+    if args.pg_entropy_target is not None:
+        yield f"--pg-entropy-target {args.pg_entropy_target} has a state that the host does not save; remove it"
     if args.docs_per_step:
         yield f"--docs-per-step {args.docs_per_step} sets the size of steps, which the host sets here; remove it"
     reads_masks = args.pg_sampling_mask_missing != "error" or args.pg_sampling_mask_entropy != "full"

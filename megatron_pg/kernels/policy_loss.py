@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_pg.batch.fields import TokenFields
 from megatron_pg.batch.sequences import Sequences
+from megatron_pg.declarations.adaptive_entropy import AdaptiveEntropy
 from megatron_pg.declarations.loss_terms import KINDS, OBJECTIVE, LossTerm
 from megatron_pg.kernels.sampling_masks import Restriction
 from megatron_pg.kernels.teacher import Form
@@ -33,10 +34,11 @@ class LossTerms:
     objective: Objective
     opsm_anchor: str | None = None  # field of TokenFields that off-policy sequences are measured from; None: not done
     opsm_threshold: float | None = None  # nats per token
-    further: tuple[LossTerm, ...] = ()  # in addition to the objective, each with a weight > 0
+    further: tuple[LossTerm, ...] = ()  # in addition to the objective, each with a weight > 0, or one that may rise
     has_objective: bool = True  # False: it is dropped
     grad_divisor: float = 1.0  # of the gradient, not the loss
     sampling_mask_entropy: str = "full"  # entropies are over the whole vocabulary, or "kept": over the sampling mask
+    adaptive_entropy: AdaptiveEntropy | None = None  # which sets the weight of the term `entropy`; None: it is constant
 
     @property
     def all(self) -> tuple[LossTerm, ...]:

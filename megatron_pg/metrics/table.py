@@ -184,6 +184,7 @@ def _weighted(tokens: Any, term: str) -> torch.Tensor:
     return weights * losses
 
 
+_TARGET: dict[str, Any] = {"level": "none", "only_with": "adaptive_entropy"}
 _GAP = "_mismatch/"  # before the names of its sums
 
 METRICS: tuple[Metric, ...] = (
@@ -221,6 +222,19 @@ METRICS: tuple[Metric, ...] = (
         "Σ u·H [nats]: the entropy term before its coefficient (it is subtracted), with the weights of "
         "`--pg-aux-aggregation`",
         only_with="entropy",
+    ),
+    _part("_u", lambda t: t.of_term("entropy")[0], "Σ u [1]: part of entropy_mean", **_TARGET, power=1),
+    _ratio(
+        "entropy_mean",
+        lambda s: s["entropy_loss"] / s["_u"],
+        "Σ u·H / Σ u [nats]: the mean entropy that decides the next step's coefficient",
+        **_TARGET,
+    ),
+    _max(
+        "entropy_coef",
+        lambda t: torch.full_like(t.result.logprobs, t.terms.adaptive_entropy.value),
+        "η [1]: the entropy coefficient of this step, 0 after a step above the target",
+        **_TARGET,
     ),
     _loss(
         "kl_cov_loss",

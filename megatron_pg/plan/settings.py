@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_pg.declarations.adaptive_entropy import AdaptiveEntropy
 from megatron_pg.declarations.aggregations import STEP_MEANS, is_by_turn
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, SHORTHANDS
@@ -78,6 +79,7 @@ class LossSettings:
             has_objective=facts.has_objective,
             grad_divisor=args.pg_grad_divisor,
             sampling_mask_entropy=args.pg_sampling_mask_entropy,
+            adaptive_entropy=facts.adaptive_entropy,
         )
         return cls(
             aggregation=args.loss_aggregation,
@@ -118,6 +120,11 @@ class LossSettings:
         from megatron_pg.kernels.triton.loss import path_on  # torch alone must not need Triton
 
         return f"{self.impl}, {path_on(device).text}"
+
+    def with_entropy(self, adaptive: AdaptiveEntropy) -> "LossSettings":
+        """The same loss with another coefficient of the entropy term."""
+        further = tuple(replace(t, weight=adaptive.value) if t.name == "entropy" else t for t in self.terms.further)
+        return replace(self, terms=replace(self.terms, further=further, adaptive_entropy=adaptive))
 
     @property
     def is_critic(self) -> bool:
@@ -193,6 +200,7 @@ def features_of(
         "correction": correction.name != "none" and not selects,
         "selection": selects,
         **{name: any(term.name == name for term in terms.further) for name in SHORTHANDS},
+        "adaptive_entropy": terms.adaptive_entropy is not None,
         "further": bool(terms.further) or mtp_depths > 0,
         "mtp": mtp_depths > 0,
         "sampling_mask_missing": masks_missing,

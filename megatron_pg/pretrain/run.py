@@ -8,6 +8,7 @@ data-set helpers, which fails if a wheel contains them already.
 
 import functools
 import inspect
+import json
 import os
 import signal
 import sys
@@ -37,6 +38,7 @@ from megatron_pg.step.forward_step import PolicyGradientStep
 from megatron_pg.step.log import StepLog
 from megatron_pg.step.lost_peers import lost_peer_named
 
+_LOSS_STATE = "megatron_pg_loss_state"  # the argument that carries the step's state through a checkpoint
 _INTERRUPTED = 130  # exit code of a process that Ctrl-C has ended: 128 and the signal's number
 
 
@@ -230,6 +232,8 @@ class _Run:
         """Megatron's check of a checkpoint's arguments, after ours, which warns if the loss has changed."""
         args = get_args()
         self.documents.load(checkpoint_args, args)
+        if args.pg_entropy_target is not None and _LOSS_STATE in checkpoint_args:
+            self.step.load_state_dict(json.loads(vars(checkpoint_args)[_LOSS_STATE]))
         if (changed := checkpoint_changes(checkpoint_args, args)) and torch.distributed.get_rank() == 0:
             message = f"[W13] the checkpoint was trained with another loss: {'; '.join(changed)}"
             warnings.warn(message, ArgumentWarning, stacklevel=2)
@@ -258,6 +262,8 @@ class _Run:
         args, values = get_args(), inspect.signature(training_log).bind(*positional, **keywords).arguments
         if self.step.documents is not None:
             self.documents.save(self.step.documents.position, self.log.report, args)
+        if state := self.step.state_dict():
+            setattr(args, _LOSS_STATE, json.dumps(state))
         result = training_log(*positional, **keywords)
         if values["iteration"] % args.log_interval == 0 and not values.get("is_first_iteration", False):
             self.documents.log_line_written()

@@ -9,7 +9,7 @@ Needs megatron.core only. `megatron_pg.pretrain` hooks it into `megatron.trainin
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, PackedBatch, local_experts
 from megatron_pg.declarations.choices import ROLES
+from megatron_pg.flags.errors import ArgumentError, numbered
 from megatron_pg.plan.documents import DocumentAccumulator, EndOfDocuments, StepDocuments
 from megatron_pg.plan.errors import ScheduleError, StepPlanError
 from megatron_pg.plan.plan import StepPlan, check_count
@@ -68,13 +69,14 @@ class PolicyGradientStep:
         routing_replay: RoutingReplay | None = None,
         dynamic_cp: bool = False,
     ):
-        self.settings = settings
+        self.settings = settings  # of the next training step, and of evaluations before it
         self.documents = documents
         self._replay = routing_replay
         self._dynamic_cp = dynamic_cp
         self._groups: ContextGroups | None = None  # under dynamic_cp, from the first step on
         self._on_report = on_report or (lambda report: None)
         self._loss = ModelLoss(settings)
+        self._before = settings  # of the last training step, which Megatron's rerun machinery may repeat
         self._scaling: LossScaling  # of the step in progress
         self._open: OpenStep | None = None
         self.steps = 0  # training steps that have begun; for messages
@@ -148,6 +150,39 @@ class PolicyGradientStep:
             total, num_positions=local.num_positions, policy=self._loss.diagnostics[local].policy
         )
 
+    def state_dict(self) -> dict[str, float | None]:
+        """With `--pg-entropy-target`, c (`entropy_coef`) and the last training step's e, in nats (`entropy`); else {}.
+
+        Equal on every rank. A checkpoint must contain it.
+        """
+        own = self.settings.terms.adaptive_entropy
+        return {} if own is None else {"entropy_coef": own.coefficient, "entropy": own.entropy}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the `state_dict()` of an earlier run; every rank must call, with the same state.
+
+        Raises:
+            ValueError: the state does not fit `--pg-entropy-target`; rule E42 if its coefficient is above `max`.
+            ScheduleError: an open step has not ended.
+        """
+        self._check_not_open(is_training=True)
+        if state.keys() != (now := self.state_dict()).keys():
+            raise ValueError(f"the state has {[*state]}, not {[*now]}. Load it if both runs have --pg-entropy-target.")
+        if own := self.settings.terms.adaptive_entropy:
+            own = replace(own, coefficient=state["entropy_coef"], entropy=state["entropy"])
+            if not 0 <= own.coefficient <= own.max:
+                text = f"E42 the checkpoint's coefficient is {own.coefficient:g}, above max={own.max:g} of"
+                raise ArgumentError(numbered([f"{text} --pg-entropy-target; raise max"]))
+            self.settings = self._before = self.settings.with_entropy(own)
+
+    def _finish(self, report: StepReport) -> None:
+        """Move the entropy coefficient after a training step, and hand on the report."""
+        if not report.forward_only:
+            self._before = self.settings
+            if (own := self.settings.terms.adaptive_entropy) and "entropy_mean" in report.metrics:
+                self.settings = self.settings.with_entropy(own.after(report.metrics["entropy_mean"]))
+        self._on_report(report)
+
     # --- the step ---
 
     def forward_backward(
@@ -212,7 +247,7 @@ class PolicyGradientStep:
             check=partial(self._check, call),
             slices=partial(self._slices, call),
             run=partial(self._forwards, get_forward_backward_func(), call),
-            on_report=self._on_report,
+            on_report=self._finish,
             place=f"in its step {self.steps}, before the optimizer moved",
         )
         self._open = OpenStep(parts, call, expected)
@@ -240,7 +275,7 @@ class PolicyGradientStep:
             losses = self._forwards(forward_backward_func, call, local, self._scaling_of(plan, call.chunks[0]))
         gathered = findings[0] if findings else self._gather_and_check()
         report = report_of(plan, self.settings.metrics, gathered, forward_only=call.forward_only, documents=documents)
-        self._on_report(report)
+        self._finish(report)
         return losses
 
     def _forwards(
@@ -248,7 +283,7 @@ class PolicyGradientStep:
     ) -> list:
         """Run the schedule over this rank's slices."""
         self._scaling = scaling
-        self._loss.begin(scaling, call.config, parallel_state.get_tensor_model_parallel_group())
+        self._loss.begin(scaling, call.config, parallel_state.get_tensor_model_parallel_group(), self.settings)
         # with gradients on, the fused head adds to main_grad in the forward
         trains = torch.is_grad_enabled() and not call.forward_only
         with ExitStack() as ending, torch.set_grad_enabled(trains):
@@ -315,6 +350,8 @@ class PolicyGradientStep:
                 takes_a_ranks_own = takes_documents and not isinstance(self.documents, SharedDocumentAccumulator)
                 checks.check_dynamic_cp(call.chunks, self.settings, takes_documents=takes_a_ranks_own)
             source = checks.source_of(call.data_iterator)
+            if getattr(source, "replaying", False) and not call.forward_only:
+                self.settings = self._before
             if not takes_documents:
                 batches = checks.take_microbatches(source, call.num_microbatches)
         except Exception as failure:  # the exchange raises it on every rank

@@ -99,8 +99,9 @@ class ModelLoss:
         if (head := self._settings.teacher_head) is not None and self._teacher_weight is None:
             self._teacher_weight = _teacher_weight(self._float32_layer, head, self._settings.vocab_size, device)
 
-    def begin(self, scaling: LossScaling, config: Any, tp_group: ProcessGroup) -> None:
-        """Begin a step, or a part of an open one."""
+    def begin(self, scaling: LossScaling, config: Any, tp_group: ProcessGroup, settings: LossSettings) -> None:
+        """Begin a step, or a part of an open one; `settings` may have another entropy coefficient than before."""
+        self._settings = settings
         self._tp_group = tp_group if tp_group.size() > 1 else None
         self._scaling, self.diagnostics, self._expected = scaling, {}, {}
         self._mtp_factor = config.mtp_loss_scaling_factor if self._settings.mtp_depths else 0.0

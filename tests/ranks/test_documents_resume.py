@@ -14,6 +14,7 @@ from example_runs import saved_step
 # Warm-up of 5 steps, then rollout batches of 64 documents: 14 does not divide them, so that batches straddle steps.
 STEPS = 26
 FLAGS = example_runs.FLAGS | {"docs-per-step": 14, "micro-batch-size": 4, "train-iters": STEPS}
+FLAGS |= {"pg-entropy-coef": 0.01, "pg-entropy-target": "2.1,step=0.001"}  # which has a state
 CALLS = 150_000  # of functions, Python's and C's, in a step: 78,000 to 150,000
 
 
@@ -89,6 +90,7 @@ def test_the_counts_of_every_step_are_what_was_trained(whole):
 def test_a_run_with_replayed_steps_is_the_run_without(whole, replayed, evidence):
     run, output = replayed
     assert f"{STEPS // 2} steps were run again" in output
+    assert len({record["entropy_coef"] for record in processes.records(whole / "metrics.jsonl")}) > 3
     evidence(cases=assert_same(run, whole, ranks=1))
 
 

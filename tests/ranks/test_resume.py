@@ -14,10 +14,12 @@ from example_runs import FLAGS, state
 
 STEPS, STOP = FLAGS["train-iters"], 7  # the checkpoint of step 7 lies inside a rollout batch, that of 9 between two
 
+ENTROPY = {"pg-entropy-coef": 0.01, "pg-entropy-target": "2.1,step=0.001"}  # which has a state
+
 
 def launch(run: Path, *flags: str, ranks: int = 1, check: bool = True) -> subprocess.CompletedProcess:
     """One run, which saves to its folder."""
-    saving = ["--save", str(run / "saved")]
+    saving = ["--save", str(run / "saved"), *example_runs.words_of(ENTROPY)]
     return example_runs.launch(run, *example_runs.words_of(FLAGS), *saving, *flags, ranks=ranks, check=check)
 
 
@@ -79,6 +81,7 @@ def test_two_processes_with_one_seed_save_the_same_state(whole, cut, evidence):
 def test_a_resumed_run_is_the_run_that_was_not_stopped(whole, cut, evidence):
     assert {r["phase"] for r in processes.records(whole / "metrics.jsonl")} == {"warm-up", "grpo"}
     assert any(r["grad_norm"] > 0 for r in processes.records(whole / "metrics.jsonl")[STOP:])
+    assert len({r["entropy_coef"] for r in processes.records(whole / "metrics.jsonl")}) > 3
     evidence(cases=assert_same(cut, whole))
 
 

@@ -5,9 +5,10 @@
 A case is one of `ranks.py`, `dp2-constant-dist-overlap`. Its model runs an open step, a closed one, open steps with
 other guesses of N, splits and micro-batches that are given to close, steps that fail and are abandoned, and closed
 ones, which must have the bits of the first. The words `nothing` (all groups arrive on rank 0), `sft` (demonstrations
-are given to close), `faults` (mistakes on rank 1) and `memory` change it.
+are given to close), `faults` (mistakes on rank 1), `memory` and `entropy` (with `gspo`, that objective) change it.
 """
 
+import argparse
 import gc
 import json
 import random
@@ -28,7 +29,9 @@ from rank_model import WIDTH
 from ranks import Case
 
 from megatron_pg import LossTerm
+from megatron_pg.args import add_arguments, validate_args
 from megatron_pg.batch import LocalBatch, PackedBatch, pack
+from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.forward_step import PolicyGradientStep
 
@@ -46,10 +49,7 @@ class Trial:
 
     def __init__(self, case: Case):
         self.case, self.reports = case, []
-        loss = ranks.settings(case.aggregation, case.layout.options)
-        if "sft" in case.fault:
-            loss = replace(loss, terms=replace(loss.terms, further=(SFT,)))
-        self.step = PolicyGradientStep(loss, self.reports.append)
+        self.step = PolicyGradientStep(self.loss(), self.reports.append)
         chunks = rank_model.build(case.layout, per_token=case.aggregation == "token_mean")
         for chunk in chunks:
             if chunk.post_process:
@@ -59,6 +59,10 @@ class Trial:
         self.samples = ranks.samples(case.layout.options)
         self.rank = parallel_state.get_data_parallel_rank()
         self.shape = {"seq_length": WIDTH, "micro_batch_size": ranks.rows_of(case)}
+
+    def loss(self) -> LossSettings:
+        loss = ranks.settings(self.case.aggregation, self.case.layout.options)
+        return replace(loss, terms=replace(loss.terms, further=(SFT,))) if "sft" in self.case.fault else loss
 
     def groups(self) -> list[list[Sample]]:
         """This data-parallel rank's prompt groups."""
@@ -313,6 +317,76 @@ def run_memory(case: Case, out: Path) -> None:
     (out / f"{case.name}.{rank}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
+# ---- A coefficient that changes from step to step ----
+
+FACTORS = (3.0, 1.2, 0.2, 0.9, 1.1, 5.0, 0.9)
+RESUMES = 3  # the step before which another model loads the state
+TARGETED = ("--pg-entropy-coef", "0.05", "--pg-entropy-target", "2.2,step=0.04,max=0.1")
+
+
+def settings_of(case: Case, *flags: str) -> LossSettings:
+    """By the command line that a user would write."""
+    words = ["--loss-aggregation", case.aggregation, "--pg-kernel", "torch", *flags]
+    words += ["--loss-aggregation-divisor", f"{ranks.DIVISOR}"] if case.aggregation == "constant" else []
+    words += ["--pg-objective", "gspo"] if "gspo" in case.fault else []
+    words += ["--pg-fused-head"] if "fused" in case.layout.options else []
+    parser = add_arguments(argparse.ArgumentParser())
+    parser.set_defaults(calculate_per_token_loss=False)
+    return LossSettings.from_args(validate_args(parser.parse_args(words)))
+
+
+class TargetedTrial(Trial):
+    def loss(self) -> LossSettings:
+        return settings_of(self.case, *TARGETED)
+
+    def train(self, number: int) -> list[torch.Tensor]:
+        """The gradient of one step, which changes no weight."""
+        if number % 2 == 0:
+            self.closed()
+        else:
+            opened = self.open(16)
+            opened.close(self.add_all(opened, number))
+        return self.gradients()
+
+    def scale(self, factor: float) -> None:
+        for chunk in self.wrapped:
+            for parameter in chunk.parameters():
+                parameter.data.mul_(factor)
+
+
+def run_entropy(case: Case, out: Path) -> None:
+    """Steps with an entropy target, alternately closed and open, each repeated with its coefficient as a constant.
+
+    Before every step all weights are multiplied, so that the entropy moves to both sides of the target. From the middle
+    on, a second model continues from the state, as from a checkpoint.
+    """
+    model_parallel_cuda_manual_seed(1)
+    trial, resumed, records = TargetedTrial(case), None, []
+    for number, factor in enumerate(FACTORS):
+        if number == RESUMES:
+            resumed = TargetedTrial(case)
+            for earlier in FACTORS[:RESUMES]:
+                resumed.scale(earlier)
+            resumed.step.load_state_dict(json.loads(json.dumps(trial.step.state_dict())))
+        trial.scale(factor)
+        gradients, metrics = trial.train(number), trial.reports[-1].metrics
+        after = trial.step.settings
+        trial.step.settings = settings_of(case, "--pg-entropy-coef", repr(metrics["entropy_coef"]))
+        assert same_bits(trial.train(number), gradients), number
+        trial.step.settings = after
+        if resumed is not None:
+            resumed.scale(factor)
+            assert same_bits(resumed.train(number), gradients), number
+            assert resumed.reports[-1].metrics == metrics
+            assert resumed.step.state_dict() == trial.step.state_dict()
+        names = ("entropy_coef", "entropy_mean", "entropy_loss", "pg_loss", "loss")
+        records.append({name: metrics[name] for name in names} | {"state": trial.step.state_dict()})
+    rank = torch.distributed.get_rank()
+    trial.step.load_state_dict({"entropy_coef": 0.01 + 0.01 * rank, "entropy": None})  # a mistake
+    result = {"steps": records, "message": message_of(trial.closed)}
+    (out / f"{case.name}.{rank}.json").write_text(json.dumps(result), encoding="utf-8")
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
@@ -321,8 +395,8 @@ def main() -> None:
         case = Case.parse(name)
         ranks.free_groups()
         rank_model.initialize(case.layout)
-        runner = {"faults": run_fault, "memory": run_memory}.get(case.fault, run)
-        runner(case, out)
+        runners = {"faults": run_fault, "memory": run_memory, "entropy": run_entropy, "entropygspo": run_entropy}
+        runners.get(case.fault, run)(case, out)
         torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

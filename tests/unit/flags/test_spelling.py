@@ -18,6 +18,7 @@ MEANT = {
     "--pg-clip": ["--pg-clip-eps-low", "--pg-clip-eps-high"],
     "--pg-eps-clip-high=0.28": ["--pg-clip-eps-high"],
     "--pg-entropy": ["--pg-entropy-coef"],
+    "--pg-adaptive-entropy": ["--pg-entropy-target"],
     "--pg-aggregation": ["--loss-aggregation"],
     "--pg-loss": ["--pg-objective"],
     "--pg-tis": ["--pg-correction"],

@@ -30,7 +30,7 @@ from megatron_pg.pretrain import log as run_log
 def session(monkeypatch):
     """A session whose step is a stub; `args` are what Megatron would have."""
     session = run._Run(None, lambda text: None, None)
-    session.step = SimpleNamespace(documents=None, settings=None)
+    session.step = SimpleNamespace(documents=None, settings=None, state_dict=dict)
     session.args = Namespace(docs_per_step=8, seq_length=24, log_interval=2, train_iters=1)
     monkeypatch.setattr(run, "get_args", lambda: session.args)
     monkeypatch.setattr(errors, "all_gather_rows", lambda row, error: row[None])
@@ -82,6 +82,26 @@ def test_consumed_samples_and_the_position_go_into_the_arguments_of_the_checkpoi
     log(iteration=1)
     assert session.args.consumed_train_samples == 9
     assert session.args.megatron_pg_documents == "at 9"
+
+
+def test_the_entropy_coefficient_goes_through_the_arguments_of_the_checkpoint(session, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    session.log.write = lambda values, settings, args: None
+    state, loaded = {"entropy_coef": 0.1 + 0.2, "entropy": 1 / 3}, []
+    session.step = SimpleNamespace(documents=None, settings=None, state_dict=lambda: state)
+    session.step.load_state_dict = loaded.append
+    session.args = saved = arguments("--pg-entropy-target", "2,step=0.1")
+    saved.log_interval = 2
+    with pytest.warns(ArgumentWarning, match="--pg-entropy-target: None, now 2,step=0"):
+        session.check_checkpoint(lambda args: None, arguments())  # of a constant coefficient: nothing to load
+    partial(session.training_log, lambda iteration: None)(iteration=1)
+    session.args = arguments("--pg-entropy-target", "2,step=0.1")
+    session.check_checkpoint(lambda args: None, saved)
+    assert loaded == [state]
+    session.args = arguments("--pg-entropy-coef", "0.1")
+    with pytest.warns(ArgumentWarning, match=r"--pg-entropy-target: 2,step=0\.1, now None"):
+        session.check_checkpoint(lambda args: None, saved)
+    assert loaded == [state]
 
 
 def test_an_evaluation_between_two_steps_is_not_logged_as_one(session):

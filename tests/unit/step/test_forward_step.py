@@ -11,7 +11,7 @@ import threads
 import torch
 from samples import make_sample, random_step
 
-from megatron_pg.args import add_arguments
+from megatron_pg.args import ArgumentError, add_arguments
 from megatron_pg.batch import pack, slice_batch
 from megatron_pg.metrics import Reduction
 from megatron_pg.plan.errors import LostPeerError, NonFiniteLossError, ScheduleError
@@ -88,7 +88,8 @@ def test_gradients_are_made_in_training_only(monkeypatch, forward_only, enabled)
         by_rank=lambda rows, ranks: [],
         nonfinite=lambda rows: {},
     )
-    step, seen = PolicyGradientStep(types.SimpleNamespace(metrics=metrics)), []
+    terms = types.SimpleNamespace(adaptive_entropy=None)
+    step, seen = PolicyGradientStep(types.SimpleNamespace(metrics=metrics, terms=terms)), []
     monkeypatch.setattr(step, "_plan", lambda call: (None, [], None))
     monkeypatch.setattr(step, "_scaling_of", lambda plan, model: None)
     monkeypatch.setattr(step._loss, "begin", lambda *rest: None)
@@ -120,6 +121,48 @@ def test_a_loss_that_is_not_finite_is_named_by_the_first_of_its_samples(microbat
 
     with pytest.raises(NonFiniteLossError, match=rf"sample of micro-batch {microbatch} .* response token {row} "):
         threads.run(1, work)
+
+
+def step_with(*flags: str) -> PolicyGradientStep:
+    args = add_arguments(argparse.ArgumentParser()).parse_args(["--pg-kernel", "torch", *flags])
+    return PolicyGradientStep(LossSettings.from_args(args))
+
+
+TARGETED = ("--pg-entropy-coef", "0.25", "--pg-entropy-target", "2,step=0.25,max=0.5")
+
+
+def test_a_training_step_moves_the_entropy_coefficient_before_its_report_is_handed_on(monkeypatch):
+    step, seen = step_with(*TARGETED), []
+    monkeypatch.setattr(step, "_on_report", lambda report: seen.append(step.state_dict()))
+    monkeypatch.setattr(step, "_run", lambda report, call: step._finish(report))
+    coefficients = []
+    for entropy, is_evaluation in ((1.0, False), (9.0, True), (None, False), (3.0, False), (2.0, False)):
+        metrics = {} if entropy is None else {"entropy_mean": entropy}  # none: no token has a weight
+        report = types.SimpleNamespace(metrics=metrics, forward_only=is_evaluation)
+        step.forward_backward(report, **CALL, forward_only=is_evaluation)
+        coefficients.append([term.weight for term in step.settings.terms.further])
+    assert coefficients == [[0.5], [0.5], [0.5], [0.0], [0.25]]
+    assert [state["entropy_coef"] for state in seen] == [0.5, 0.5, 0.5, 0.25, 0.25]
+    assert [state["entropy"] for state in seen] == [1.0, 1.0, 1.0, 3.0, 2.0]
+
+
+def test_a_state_is_loaded_by_a_run_with_the_same_flags_only():
+    targeted, constant = step_with(*TARGETED), step_with("--pg-entropy-coef", "0.25")
+    assert targeted.state_dict() == {"entropy_coef": 0.25, "entropy": None}
+    assert constant.state_dict() == {}
+    constant.load_state_dict({})
+    targeted.load_state_dict({"entropy_coef": 0.5, "entropy": 1.5})
+    assert targeted.state_dict() == {"entropy_coef": 0.5, "entropy": 1.5}
+    assert targeted.settings.terms.further[0].weight == 0.5
+    with pytest.raises(ValueError, match=r"^the state has \[\], not \['entropy_coef', 'entropy'\]"):
+        targeted.load_state_dict({})
+    with pytest.raises(ValueError, match=r"^the state has \['entropy_coef', 'entropy'\], not \[\]"):
+        constant.load_state_dict(targeted.state_dict())
+    with pytest.raises(ArgumentError, match=r"\[E42\] the checkpoint's coefficient is 0.75, above max=0.5 of --pg-ent"):
+        targeted.load_state_dict({"entropy_coef": 0.75, "entropy": 1.5})
+    targeted._open = types.SimpleNamespace(has_ended=False)
+    with pytest.raises(ScheduleError, match="an open step has not ended"):
+        targeted.load_state_dict({"entropy_coef": 0.5, "entropy": 1.5})
 
 
 def test_an_evaluation_is_not_counted_as_a_step_when_a_rank_is_lost(monkeypatch):

@@ -46,11 +46,12 @@ def prepared(depths: int, **changes: object) -> tuple[ModelLoss, Model, list[Loc
     tables = {id(local.inputs.labels): torch.randn(shape, dtype=torch.float64, requires_grad=True) for local in locals_}
     settings = simulation.settings("sample_mean", per_token=False)
     metrics = Reduction("basic", {"clip", "mtp", "further"} if depths else {"clip"})
-    loss = ModelLoss(dataclasses.replace(settings, mtp_depths=depths, metrics=metrics, **changes))
+    settings = dataclasses.replace(settings, mtp_depths=depths, metrics=metrics, **changes)
+    loss = ModelLoss(settings)
     model = Model(tables)
     loss.attach(model)
     scaling = LossScaling(per_token=False, num_microbatches=2, data_parallel_size=1, context_parallel_size=1)
-    loss.begin(scaling, SimpleNamespace(mtp_loss_scaling_factor=FACTOR), ALONE)
+    loss.begin(scaling, SimpleNamespace(mtp_loss_scaling_factor=FACTOR), ALONE, settings)
     return loss, model, locals_, tables
 
 
