@@ -12,7 +12,7 @@ term counts its members alone. With M trained tokens of a rollout or prompt grou
 trained tokens:
 
     sample_mean: delta = N_r M_rollout              constant:    delta = N_r L
-    prompt_mean: delta = P M_prompt                 token_mean:  delta = T
+    prompt_mean: delta = P M_prompt                 token_mean:  delta = max(T, 1)
     turn_mean:   delta = N_turn M_turn, N_turn turns of the step with a token that counts
     root_length: delta = N_r sqrt(R), or max(T, 1) sqrt(R) per token, of a document's R response tokens, trained or not:
                  the tests' custom reducer
@@ -24,7 +24,7 @@ trained tokens:
     varied       over the tokens of rl, no document counts or has a weight whose prompt group has at least two rollouts
                  with a reward, all equal
 
-With `weight_denominator` weights, M and T are sums of the tokens' weights. Where M or T is 0, delta is infinite: under
+With `weight_denominator` weights, M and T are sums of the tokens' weights. Where M is 0, delta is infinite: under
 kept, the rejected tokens of such a unit have no weight in a term with the objective's aggregation. With
 `sequence_level` turn, a sequence-level loss, ratio or rejection is over the trained tokens of one turn instead of those
 of the document.
@@ -324,7 +324,7 @@ def denominators(
             parts.setdefault(keys[i], []).append((counts if amounts is None else amounts)[i])
     units = sum(1 for total in totals.values() if total > 0 or not live_only)
     sums = {key: math.fsum(own) or math.inf for key, own in parts.items()}
-    whole = math.fsum(value for own in parts.values() for value in own) or math.inf
+    whole = math.fsum(value for own in parts.values() for value in own) or 1.0
     found: list[float | None] = []
     for key, count in zip(keys, counts, strict=True):
         if count is None:

@@ -22,6 +22,7 @@ import ranks  # enables the CPU before Megatron is imported
 import rank_model
 import torch
 from compare import OF_RANKS
+from loop.routing_replay import MegatronReplay
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -49,7 +50,8 @@ class Trial:
 
     def __init__(self, case: Case):
         self.case, self.reports = case, []
-        self.step = PolicyGradientStep(self.loss(), self.reports.append)
+        replay = MegatronReplay() if "replay" in case.layout.options else None
+        self.step = PolicyGradientStep(self.loss(), self.reports.append, routing_replay=replay)
         chunks = rank_model.build(case.layout, per_token=case.aggregation == "token_mean")
         for chunk in chunks:
             if chunk.post_process:
