@@ -18,6 +18,8 @@ _samples: list[Mapping[str, Any]] = []  # of the step in progress
 def record_steps(optimizers: ModuleType) -> None:
     """Record the steps of every optimizer that `megatron.core.optimizer` makes."""
     make = optimizers.get_megatron_optimizer
+    if "DRIVER_QUIET" in os.environ:  # a process may train two models
+        return
 
     def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *rest: Any, **more: Any) -> Any:
         optimizer = make(config, model_chunks, *rest, **more)
