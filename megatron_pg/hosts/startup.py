@@ -125,6 +125,7 @@ def check(
     answers: Iterable[Answer] = (),  # to the host's flags
     carried: Collection[str] = ("old_logprobs", "ref_logprobs"),  # fields of samples that its batches can contain
     names_terms: bool = False,  # whether a sample can be of a loss term other than the objective's
+    role: str = "policy",  # of the model that the host trains in this process, as in --pg-role
 ) -> CheckedArguments:
     """Fill in the defaults and the host's values, and check every rule. Needs no GPU and no process group.
 
@@ -136,6 +137,7 @@ def check(
     ours, rows, messages = _merged(host, given, known, flags)
     messages += [answer for answer in answers if isinstance(answer, str)]
     messages += _refused_of_ours(argparse.Namespace(**ours), carried)
+    ours["pg_role"] = role
     violations = [("E70", message) for message in messages]
     facts = {name: megatron[name] for name in RULE_ARGUMENTS if name in megatron and name not in _LOOP_ARGUMENTS}
     per_token = bool(facts.pop(_PER_TOKEN, False))
@@ -220,7 +222,7 @@ def _by_host_flags(message: str, inherits: Iterable[Inherited]) -> str:
 def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> Iterator[str]:
     """Messages about arguments that belong to Megatron's own loop, or read what the host's batches do not contain."""
     if args.pg_role == "critic":
-        yield "--pg-role critic has no effect here, where this loss replaces that of the host's actor; remove it"
+        yield "--pg-role critic has no effect here, where the host decides which of its models is a critic; remove it"
     if args.pg_entropy_target is not None:
         yield f"--pg-entropy-target {args.pg_entropy_target} has a state that the host does not save; remove it"
     if args.docs_per_step:

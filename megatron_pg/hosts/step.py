@@ -139,7 +139,7 @@ class HostStep:
         return total
 
     def logprobs_loss(self, local: LocalBatch, logprobs: Tensor, entropy: Tensor | None = None) -> Tensor:
-        """S from log-probabilities [T] of the host."""
+        """S from log-probabilities [T] of the host, or from a critic's values."""
         total, self._diagnostics[local] = microbatch_logprobs_loss(logprobs, entropy, local.fields, self._settings)
         return total
 

@@ -102,7 +102,8 @@ def microbatch_logprobs_loss(
 ) -> tuple[Tensor, Diagnostics]:
     """S and diagnostics from log-probabilities [T], in nats and at the settings' temperature, both differentiable.
 
-    The entropy is [T] nats, differentiable where it is in the loss; None where nothing reads it.
+    Of a critic they are its values. The entropy is [T] nats, differentiable where it is in the loss; None where nothing
+    reads it.
     """
     return _with_diagnostics(PolicyLoss(settings.terms, fields)(logprobs, entropy), fields, settings, NONE)
 

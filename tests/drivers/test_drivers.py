@@ -7,6 +7,7 @@ verl's too. Every run has two ranks, gloo, Ray, Megatron's DDP and optimizer, an
 
 import functools
 import os
+import re
 import signal
 import time
 from dataclasses import dataclass, field
@@ -73,6 +74,24 @@ RUNS = {
     **{name: Run({}, layout={name: 2}) for name in ("tensor", "context", "pipeline")},
 }
 FULL = ("reducer", "padded", "tensor", "context", "pipeline")  # in the full tier only
+OF_VERL = "+critic.megatron.override_mcore_model_config.megatron_pg"
+CRITICS = {  # of a host: options, those of ours, and what its log says of a step or batch of the critic
+    "verl": (
+        {
+            "algorithm.adv_estimator": "gae",
+            "critic": {
+                "model": {"path": "${actor_rollout_ref.model.path}"},
+                "optim.lr": 1e-2,
+                "ppo_mini_batch_size": drive.PROMPTS // drive.STEPS_PER_ROLLOUT,
+                "use_dynamic_bsz": True,
+                "ppo_max_token_len_per_gpu": 64,
+            },
+        },
+        {"critic.model.external_lib": "megatron_pg.verl", f"{OF_VERL}.pg_metrics_file": "metrics_critic.jsonl"},
+        r"critic/grad_norm:([\d.e-]+)",
+    ),
+    "miles": ({"advantage_estimator": "ppo", "no_offload_train": None}, {}, r"'train/critic-grad_norm': ([\d.e-]+)"),
+}
 CASES = [
     (version, name)
     for version in CHECKOUTS
@@ -159,6 +178,25 @@ def test_every_step_equals_the_oracle(steps_of, version, name, full, evidence):
         assert driver_oracle.error_of_old(step, first) < LOSS
     worst = max(abs(step.grad_norm / norm - 1) for step, (_, norm) in zip(steps, found, strict=True))
     evidence(cases=len(steps), worst=worst, tolerance=NORM["float32" if host == "nemo_rl" else "bfloat16"])
+
+
+@pytest.mark.proof("Drivers: a critic with its actor, own loss against ours: gradient norms of every step")
+@pytest.mark.parametrize("version", [version for version in CHECKOUTS if _host(version) in CRITICS])
+def test_a_critic_trains_as_the_hosts_own(begin, version, full, evidence):
+    if not full:
+        pytest.skip("in the full tier")
+    theirs, ours, pattern = CRITICS[_host(version)]
+    norms = {}
+    for name in ("own", "ours"):
+        more = theirs | (ours if name == "ours" else {})
+        process, folder = begin(version, name, more=more, DRIVER_QUIET="1")
+        drive.wait_for(process, folder)
+        log = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
+        norms[name] = [float(norm) for norm in re.findall(pattern, log)]
+    lines = processes.records(folder / "metrics_critic.jsonl")
+    assert [line["iteration"] for line in lines] == [*range(1, drive.STEPS + 1)]
+    pairs = list(zip(norms["ours"], norms["own"], strict=True))
+    evidence(cases=len(pairs), worst=max(abs(mine / norm - 1) for mine, norm in pairs), tolerance=1e-6)
 
 
 @pytest.mark.proof("Drivers: a killed worker ends a host's job with an error and leaves whole lines")

@@ -57,6 +57,10 @@ LOOPS = {  # whose loop, and of which host: what its gradients prove
     ("its own", "slime"): "Hosts: slime's own code, from samples to gradients on 2 real ranks, equals plain loops",
     ("its own", "miles"): "Hosts: miles' own code, from samples to gradients on 2 real ranks, equals plain loops",
 }
+OF_CRITICS = {  # what those of critics prove
+    "a stand-in": "Hosts: a critic under slime's and miles' hooks in a stand-in, on 2 real ranks, equals plain loops",
+    "its own": "Hosts: a critic in slime's and miles' own code, on 2 real ranks, equals plain loops",
+}
 OWN, OF_MILES = [loop for loop in LOOPS if loop[0] == "its own"], [loop for loop in LOOPS if loop[1] == "miles"]
 in_each = partial(pytest.mark.parametrize, "loop", indirect=True, ids=" ".join)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -95,8 +99,19 @@ def test_gradients_are_those_of_plain_loops(loop, full, evidence):
 @in_each(LOOPS)
 def test_gradients_of_a_teacher_and_of_supervised_samples_are_too(loop, layout, full):
     errors = loop.found[layout]["terms"].values()
-    assert len(errors) == {"slime": 12, "miles": 8}[loop.host] // (1 if full else 2)
+    assert len(errors) == {"slime": 14, "miles": 10}[loop.host] // (1 if full else 2)
     assert max(errors) < LIMIT
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [pytest.param(loop, marks=pytest.mark.proof(OF_CRITICS[loop[0]]), id=" ".join(loop)) for loop in LOOPS],
+    indirect=True,
+)
+def test_gradients_and_metrics_of_a_critic_are_too(loop, full, evidence):
+    errors = [error for layout in LAYOUTS for error in loop.found[layout]["critics"].values()]
+    assert len(errors) == len(LAYOUTS) * ((4 if full else 2) + (loop.host == "miles"))
+    evidence(cases=len(errors), worst=max(errors), tolerance=LIMIT)
 
 
 @every_layout

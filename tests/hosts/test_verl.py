@@ -68,6 +68,22 @@ def test_verls_own_loss_beside_ours_makes_no_jump(on_ranks, evidence):
 
 
 @needs_verl
+@pytest.mark.proof("Hosts: verl's critic with our engine, gradients and metrics of every step equal plain loops")
+def test_a_critics_gradients_and_metrics_equal_the_oracles(on_ranks, full, evidence):
+    errors = figures(on_ranks, "critics", "gradient") + figures(on_ranks, "critics", "metrics")
+    assert len(errors) >= 2 * len(LAYOUTS) * (14 if full else 1)
+    evidence(cases=len(errors), worst=max(errors), tolerance=LIMIT)
+
+
+@needs_verl
+@pytest.mark.proof("Hosts: verl's own critic and ours, without our options: the same gradients")
+def test_verls_own_critic_beside_ours_makes_no_jump(on_ranks, evidence):
+    errors = [error for layout in LAYOUTS for error in on_ranks[layout]["critics compared"]]
+    assert len(errors) >= len(LAYOUTS) - 1
+    evidence(cases=len(errors), worst=max(errors), tolerance=LIMIT)
+
+
+@needs_verl
 def test_verls_count_of_tokens_loses_some_under_context_parallelism_and_ours_none(on_ranks):
     floors = {layout: on_ranks[layout]["floor"] for layout in LAYOUTS if "floor" in on_ranks[layout]}
     assert floors.pop("cp2") > 1e-3  # ours under the same flag: the cases above
@@ -118,6 +134,8 @@ def test_an_inherited_policy_loss_has_the_value_and_gradient_of_verls_own_functi
 def test_the_workers_configurations_are_checked_before_a_model_is_built(on_ranks):
     found = on_ranks["worker"]
     assert found["divisor"] == ["constant", 77.0]
+    assert "critic.strategy=fsdp does not use megatron_pg's loss" in found["critic"]
+    assert found["verl's own critic"] == []
     assert "actor.strategy=fsdp does not use megatron_pg's loss" in found["fsdp"]
     assert "distillation.enabled=True trains with another loss" in found["distillation"]
 
@@ -125,10 +143,11 @@ def test_the_workers_configurations_are_checked_before_a_model_is_built(on_ranks
 # --- what the configuration says ---
 
 
-def arguments(ours=None, *, engine=None, mtp=False, has_actor=True, policy_loss=None, **flags):
+def arguments(ours=None, *, engine=None, mtp=False, has_actor=True, policy_loss=None, critic=None, **flags):
     theirs = verl_configs.policy_loss(**policy_loss or {"loss_mode": "vanilla"})
     given = verl_configs.engine_config(ours, **engine or {})
     config = verl_configs.actor(policy_loss=theirs, **flags) if has_actor else None
+    config = config if critic is None else verl_configs.critic(**critic)
     return checked(given, verl_configs.model_config(mtp=mtp), config)
 
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_pg.declarations.objectives import CAP, CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT
+from megatron_pg.declarations.objectives import CAP, CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT, VALUE_CLIP
 from megatron_pg.flags.option_text import Selection
 from megatron_pg.hosts.startup import Answer, Inherited, cut_groups, defaults, flag_of, numbers_of
 from megatron_pg.rollouts.fields import POLICY
@@ -20,14 +20,26 @@ _UNSUPPORTED = {  # flags whose effect lies in the loss that ours replaces, and 
     "recompute_loss_function": "remove it; --pg-fused-head stores no logits",
     "custom_loss_function_path": "remove it, or remove this loss",
 }
+_VALUE_CLIP = 0.2  # their default
 SFT = "sft"  # our name of the term that --loss-type sft_loss trains
+_OF_CRITICS = (  # of our arguments
+    *("loss_aggregation", "loss_aggregation_divisor", "custom_pg_loss_reducer_function_path"),
+    *("pg_grad_divisor", "pg_metrics", "pg_metrics_file", VALUE_CLIP.attribute),
+)
 _OURS = ("pg_", "loss_aggregation", "docs_per_step")  # prefixes of our arguments
 
 
-def given(args: argparse.Namespace) -> dict[str, Any]:
-    """Our arguments among the host's, unknown names included."""
+def given(args: argparse.Namespace, role: str) -> dict[str, Any]:
+    """Our arguments for the model of this role among the host's; for a policy, unknown names included.
+
+    The command line of a policy and its critic is one. Arguments about log-probabilities are the policy's.
+    """
     known = defaults()
-    return {name: value for name, value in vars(args).items() if name in known or name.startswith(_OURS)}
+    if role == "policy":
+        of_critic = {VALUE_CLIP.attribute} if vars(args).get("use_critic") else set()
+        return {n: v for n, v in vars(args).items() if n not in of_critic and (n in known or n.startswith(_OURS))}
+    found = {name: vars(args)[name] for name in _OF_CRITICS if name in vars(args)}
+    return found | ({"pg_metrics": "basic"} if found.get("pg_metrics") == "with_entropy" else {})
 
 
 def trains_sft(args: argparse.Namespace) -> bool:
@@ -35,21 +47,33 @@ def trains_sft(args: argparse.Namespace) -> bool:
     return args.loss_type == "sft_loss"
 
 
-def answers(args: argparse.Namespace) -> Iterator[Answer]:
+def answers(args: argparse.Namespace, role: str) -> Iterator[Answer]:
     """What our loss inherits from the host's flags, and messages about those that it does not support."""
+    yield from _of_both(args, role)
+    if role == "policy":
+        yield from _of_policy(args)
+    else:
+        yield Inherited("--value-clip", VALUE_CLIP.attribute, args.value_clip, args.value_clip == _VALUE_CLIP)
+
+
+def _of_both(args: argparse.Namespace, role: str) -> Iterator[str]:
     options = vars(args)
     for name, advice in _UNSUPPORTED.items():
         if (value := options.get(name)) not in (None, False):
             yield f"{flag_of(name)} {'' if value is True else f'{value} '}is not supported by this loss: {advice}"
-    if args.loss_type != "policy_loss" and not trains_sft(args):
+    if args.loss_type != "policy_loss" and not (trains_sft(args) and role == "policy"):
         yield f"--loss-type {args.loss_type} is another loss; remove it, or remove this one"
-    if options.get("use_critic"):
-        yield "--advantage-estimator ppo trains a critic, whose loss this adapter does not replace. Use grpo."
     if options.get("allgather_cp") and options.get("context_parallel_size", 1) > 1:
         yield (
             f"--allgather-cp with --context-parallel-size {args.context_parallel_size} splits samples into contiguous "
             "parts, and this loss reads zigzag parts. Remove --allgather-cp, or use --context-parallel-size 1."
         )
+    size, group = args.global_batch_size, args.n_samples_per_prompt
+    yield from cut_groups(options, "--global-batch-size ", size, "--n-samples-per-prompt ", group)
+
+
+def _of_policy(args: argparse.Namespace) -> Iterator[Answer]:
+    options = vars(args)
     yield Inherited("--rollout-temperature", "pg_temperature", args.rollout_temperature)
     yield from _of_objective(args)
     if args.use_tis:  # weights of the tokens: exp(old - rollout), clamped
@@ -60,8 +84,6 @@ def answers(args: argparse.Namespace) -> Iterator[Answer]:
     yield from _of_terms(args)
     if (options.get("pg_fused_head") is not None or options.get("fp32_lm_head")) and args.enable_mtp_training:
         yield "--enable-mtp-training calls the output layer for other losses than the float32 head's. Remove one."
-    size, group = args.global_batch_size, args.n_samples_per_prompt
-    yield from cut_groups(options, "--global-batch-size ", size, "--n-samples-per-prompt ", group)
 
 
 def _of_objective(args: argparse.Namespace) -> Iterator[Answer]:

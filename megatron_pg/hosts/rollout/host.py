@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from megatron_pg.hosts.log import HostLog
 from megatron_pg.hosts.patching import attribute, check_signatures, launch, wrap
 from megatron_pg.hosts.rollout import flags as rollout_flags
 from megatron_pg.hosts.rollout.logprobs import response_logprobs
-from megatron_pg.hosts.rollout.samples import Rollout
+from megatron_pg.hosts.rollout.samples import OF_CRITICS, OF_POLICIES, Rollout
 from megatron_pg.hosts.startup import CheckedArguments, add_host_arguments, check, defaults, flag_of, refuse, start
 
 _INIT = "custom_megatron_init_path"
 _BEFORE_STEP = "custom_megatron_before_train_step_hook_path"
 _BEFORE_LOG_PROB = "custom_megatron_before_log_prob_hook_path"
 _PASSES = "get_log_probs_and_entropy"  # of the host's actor, which calls it in the passes before training
+_BUILD = "initialize_model_and_optimizer"  # there too, in the process of the actor and in that of the critic
 _USERS = "users_hooks_of_megatron_pg"  # the argument that stores the user's paths
 
 
@@ -35,6 +37,7 @@ class RolloutHost:
     name: str  # of its package, and of our module
     version: str  # that the adapter was run with
     signatures: Sequence[str]  # of the functions that the adapter uses, as in `check_signatures`
+    losses: str  # its module with `value_loss_function`
     logger: str  # its function that logs metrics, as in `check_signatures` without parameters
     rollouts_per_step: str  # key of its data
     carried: Collection[str] = ("old_logprobs", "ref_logprobs", "teacher_logprobs")  # fields its batches can contain
@@ -44,7 +47,9 @@ class RolloutHost:
 
     def __init__(self) -> None:
         self._hooks = {path: f"megatron_pg.{self.name}.{function}" for path, function in self.hooks.items()}
-        self.trainer: Any = None  # a RolloutTrainer, from `init` on
+        self._loss, self._actor = f"megatron_pg.{self.name}.loss", f"{self.name}.backends.megatron_utils.actor"
+        self.trainer: Any = None  # a RolloutTrainer, from `begin` on
+        self.next_data: Any = None  # of the next rollout; the host adds fields until its first step
         self._terms: dict[str, Any] = {}  # the loss terms of a `Rollout`
         self._log = ""  # path of the host's logger
 
@@ -53,20 +58,26 @@ class RolloutHost:
         return ()
 
     def all_signatures(self) -> list[str]:
-        """Those of every function that `init` uses; the last one is the logger's."""
+        """Those of every function that the adapter uses; the last one is the logger's."""
         of_passes = "logits, args, unconcat_tokens, total_lengths, response_lengths, with_entropy"
-        passes = f"{self.name}.backends.megatron_utils.actor:{_PASSES}({of_passes})"
-        return [*self.signatures, passes, f"{self.logger}(args, metrics, step_key)"]
+        return [
+            *self.signatures,
+            f"{self.losses}:value_loss_function(args, batch, logits, sum_of_sample_mean)",
+            f"{self._actor}:{_BUILD}(args, role)",
+            f"{self._actor}:{_PASSES}({of_passes})",
+            f"{self.logger}(args, metrics, step_key)",
+        ]
 
-    def checked(self, args: argparse.Namespace) -> CheckedArguments:
-        """Our arguments, with what they inherit from the host's."""
+    def checked(self, args: argparse.Namespace, role: str = "policy") -> CheckedArguments:
+        """Our arguments for the model of this role, with what they inherit from the host's."""
         return check(
             self.name,
-            rollout_flags.given(args),
+            rollout_flags.given(args, role),
             megatron=vars(args),
-            answers=[*rollout_flags.answers(args), *self.refused(args)],
+            answers=[*rollout_flags.answers(args, role), *self.refused(args)],
             carried=self.carried,
             names_terms=self.names_terms or rollout_flags.trains_sft(args),
+            role=role,
         )
 
     def init(self, args: argparse.Namespace) -> None:
@@ -77,25 +88,46 @@ class RolloutHost:
         Raises:
             ArgumentError: flags contradict each other, or the adapter does not support the host's release.
         """
-        loss = f"megatron_pg.{self.name}.loss"
-        if self.trainer is not None and vars(args).get("custom_loss_function_path") == loss:
+        if self.trainer is not None and vars(args).get("custom_loss_function_path") == self._loss:
             return
-        checked = self.checked(args)
+        users = {name: vars(args).get(name) for name in self._hooks} | vars(args).get(_USERS, {})
+        setattr(args, _USERS, {name: path for name, path in users.items() if path not in (None, self._hooks[name])})
         self._log = check_signatures(self.version, self.all_signatures())
-        from megatron_pg.hosts.rollout.trainer import SCALING, RolloutTrainer, is_writer
+        if vars(args).get("use_critic"):  # the function that builds the model is the first to receive its role
+            wrap(import_module(self._actor), _BUILD, self._begin_and_build)
+        else:
+            self.begin(args, "policy")
+        self.users_hook(args, _INIT, args)
 
-        settings, rows = start(self.name, checked, scaling=SCALING, says=is_writer())
-        to_host = partial(self._log_metrics, args)
-        log = HostLog(settings, rows, checked.args.pg_metrics_file, to_host) if is_writer() else None
+    def _begin_and_build(self, build: Callable, args: Any, role: str = "actor", *rest: Any, **named: Any) -> Any:
+        self.begin(args, "critic" if role == "critic" else "policy")
+        return build(args, role, *rest, **named)
+
+    def begin(self, args: argparse.Namespace, role: str) -> None:
+        """Check our arguments for the model of this process, and put the loss in the place of the host's."""
+        checked = self.checked(args, role)
+        from megatron_pg.hosts.rollout.trainer import SCALING, SCALING_OF_CRITICS, RolloutTrainer, is_writer
+
+        file, scaling = checked.args.pg_metrics_file, SCALING
+        if role == "critic":
+            scaling = SCALING_OF_CRITICS
+            vars(import_module(self.losses))["value_loss_function"] = self.loss
+            if file is not None:  # the actor's, which is another process
+                file = str(Path(file).with_stem(f"{Path(file).stem}_critic"))
+                checked.rows.append(("metrics file", file))
+        settings, rows = start(self.name, checked, scaling=scaling, says=is_writer())
+        log = HostLog(settings, rows, file, partial(self._log_metrics, args)) if is_writer() else None
+        wrap(import_module(self._actor), "get_data_iterator", self._get_data_iterator)
         if settings.head_mode:
-            setattr(import_module(f"{self.name}.backends.megatron_utils.actor"), _PASSES, self.log_probs)
+            setattr(import_module(self._actor), _PASSES, self.log_probs)
         named = Facts(checked.args).terms_of_samples
         self._terms = {"term": rollout_flags.SFT} if rollout_flags.trains_sft(args) else {"named_terms": named}
         self.trainer = RolloutTrainer(settings, log, per_token=args.calculate_per_token_loss)
-        users = {name: vars(args).get(name) for name in self._hooks} | vars(args).get(_USERS, {})
-        setattr(args, _USERS, {name: path for name, path in users.items() if path not in (None, self._hooks[name])})
-        vars(args).update(self._hooks, loss_type="custom_loss", custom_loss_function_path=loss)
-        self.users_hook(args, _INIT, args)
+        vars(args).update(self._hooks, loss_type="custom_loss", custom_loss_function_path=self._loss)
+
+    def _get_data_iterator(self, get: Callable, *given: Any) -> Any:
+        self.next_data = given[-1]
+        return get(*given)
 
     def loss(
         self, args: argparse.Namespace, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Callable
@@ -131,17 +163,21 @@ class RolloutHost:
 
     def rollout(self, args: argparse.Namespace, data: Mapping[str, Any]) -> Rollout:
         """The rollout in the host's data."""
+        old = {"old_logprobs": "rollout_log_probs"} if args.use_rollout_logprobs else {}
         return Rollout(
             data=data,
             rollouts_per_step=self.rollouts_per_step,
-            old_logprobs="rollout_log_probs" if args.use_rollout_logprobs else "log_probs",
+            parts=OF_CRITICS if self.trainer.settings.is_critic else OF_POLICIES | old,
             samples_per_prompt=args.n_samples_per_prompt,
             row_width=data["max_seq_lens"][0] if vars(args).get("qkv_format") == "bshd" else None,
             **self._terms,
         )
 
     def before_train_step(self, args: argparse.Namespace, *step: Any) -> None:
-        """The host's `--custom-megatron-before-train-step-hook-path`."""
+        """The host's `--custom-megatron-before-train-step-hook-path`; the first step of a rollout plans all of them."""
+        if step[1] == 0:
+            data, self.next_data = self.next_data, None
+            self.trainer.plan(self.rollout(args, data))
         rollout_id, step_id, model, optimizer, _ = step
         self.users_hook(args, _BEFORE_STEP, args, *step)
         self.trainer.begin_step(rollout_id, step_id, model, optimizer)
@@ -179,12 +215,14 @@ class RolloutHost:
 
         args = parse_args(add_custom_arguments=add_ours)
         refuse(*_misspelt(words, {flag for parser in parsers for flag in parser._option_string_actions}))
-        self.checked(args)
+        for role in ("policy", "critic") if vars(args).get("use_critic") else ("policy",):
+            self.checked(args, role)
         vars(args).update({_USERS: {_INIT: vars(args).get(_INIT)}, _INIT: self._hooks[_INIT]})
         return args
 
     def _log_metrics(self, args: argparse.Namespace, metrics: Mapping[str, float], number: int | None) -> None:
-        named = {f"train/pg/{name}": value for name, value in metrics.items()}
+        prefix = "train/critic-pg" if self.trainer.settings.is_critic else "train/pg"  # as the host's own
+        named = {f"{prefix}/{name}": value for name, value in metrics.items()}
         attribute(self._log)(args, named | {"train/step": number}, step_key="train/step")
 
 

@@ -1,7 +1,7 @@
 """A data-parallel rank's part of a rollout in slime and miles, and its whole samples."""
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -15,9 +15,10 @@ from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.sample import Sample
 
 # Fields of a sample: their names in the rollout data, which hold this context-parallel rank's parts of the responses.
-_PARTS = {"advantage": "advantages"} | {
+OF_POLICIES = {"old_logprobs": "log_probs", "advantage": "advantages"} | {
     f"{kind}_logprobs": f"{kind}_log_probs" for kind in ("ref", "rollout", "teacher")
 }
+OF_CRITICS = {"values": "values", "returns": "returns"}
 _READ = ("tokens", "response_lengths", "total_lengths", "loss_masks", "rollout_ids", "sample_indices")
 _SCHEDULE = ("micro_batch_indices", "num_microbatches")
 _SAMPLING_MASK = {"ids": "rollout_top_p_token_ids", "offsets": "rollout_top_p_token_offsets"}
@@ -29,7 +30,7 @@ class Rollout:
 
     data: Mapping[str, Any]
     rollouts_per_step: str  # key of N of each optimizer step
-    old_logprobs: str  # key of the sampling policy's log-probabilities; without them the step is on-policy
+    parts: Mapping[str, str] = field(default_factory=OF_POLICIES.copy)  # those of the model's role
     samples_per_prompt: int  # consecutive in the sampling order
     term: str = POLICY  # the loss term of its samples
     named_terms: Container[str] = ()  # origins of samples that are loss terms with their own tokens
@@ -43,7 +44,7 @@ class Rollout:
     @property
     def is_on_policy(self) -> bool:
         """Whether the trainer has skipped the pass for old log-probabilities: the only step computes them."""
-        return self.data.get(self.old_logprobs) is None
+        return "old_logprobs" in self.parts and self.data.get(self.parts["old_logprobs"]) is None
 
     def steps(self) -> list[list[list[int]]]:
         """The micro-batches of each optimizer step, as indices of samples in the data.
@@ -64,9 +65,9 @@ class Rollout:
 
     def samples(self, context: ProcessGroup, *, needs_prompts: bool) -> list[Sample]:
         """Its whole samples; every rank of the context-parallel group must call."""
-        data, parts = self.data, {"old_logprobs": self.old_logprobs, **_PARTS}
-        known = {name: data[key] for name, key in parts.items() if data.get(key) is not None}
-        if "advantage" not in known and self.term == POLICY:
+        data = self.data
+        known = {name: data[key] for name, key in self.parts.items() if data.get(key) is not None}
+        if "advantage" in self.parts.keys() - known and self.term == POLICY:
             raise ValueError(
                 "the rollout data have no advantages. Let the trainer compute them (--compute-advantages-and-returns)."
             )

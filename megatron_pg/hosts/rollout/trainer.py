@@ -6,7 +6,8 @@ Both pass the samples of one micro-batch to a loss function and scale its return
     flag on:   × C (host), ÷ C·T̃ (Megatron)
 
 for K micro-batches, N rollouts and D·C ranks. So the loss function returns N·S, or T̃·S under
---calculate-per-token-loss. T̃ counts a fully masked sample as one token, as the hosts do.
+--calculate-per-token-loss. T̃ counts a fully masked sample as one token, as the hosts do. Their value loss has no 1/2,
+so that of a critic is twice ours, and its gradient stays what it is in their own loop.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.findings import StepReport
 
 SCALING = "takes N·Σwℓ, with --calculate-per-token-loss T̃·Σwℓ; the host and Megatron bring it back to Σwℓ"
+SCALING_OF_CRITICS = f"{SCALING}; times 2, because its value loss has no ½"
 _NO_HEAD = "Use a release of the trainer that docs/hosts lists, or remove --pg-fused-head."
 
 
@@ -78,6 +80,7 @@ class RolloutTrainer:
             if self._per_token:  # T̃: trained tokens of the step, at least one of each sample
                 mine = torch.tensor([sum(max(sample.num_trained, 1) for sample in of_step())])
                 scale = float(all_gather_rows(mine, data).sum())
+            scale *= 2.0 if self.settings.is_critic else 1.0
             for members in microbatches:
                 places = list(range(first, first := first + len(members)))
                 self._work[id(rollout.data["tokens"][members[0]])] = _Work(step, places, scale, rollout.row_width)

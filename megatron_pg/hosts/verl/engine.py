@@ -1,7 +1,8 @@
 """Our part of verl's Megatron engine: the step's plan, the loss, the token count, log-probabilities and metrics.
 
-verl passes a rank's whole mini-batch to its engine. The engine splits it, and gathers the log-probabilities of whole
-samples on every context-parallel rank (only a rank's own part has a gradient). It takes D·S of each micro-batch:
+verl passes a rank's whole mini-batch to its engine. The engine splits it, and gathers the log-probabilities or a
+critic's values of whole samples on every context-parallel rank (only a rank's own part has a gradient). It takes D·S of
+each micro-batch:
 
     flag off:  × K (verl), × C ÷ K (schedule), ÷ D·C (DDP)
     flag on:   × R / D (verl), ÷ Σ counts (finalize), which is R, the tokens of the step, with our token count
@@ -13,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -27,7 +28,7 @@ from megatron_pg.hosts.log import HostLog
 from megatron_pg.hosts.patching import attribute
 from megatron_pg.hosts.startup import print_banner, start
 from megatron_pg.hosts.step import HostStep
-from megatron_pg.hosts.verl.options import ACTOR, checked
+from megatron_pg.hosts.verl.options import TRAINED, checked
 from megatron_pg.hosts.verl.samples import samples_of
 from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.label_logprobs import label_logprobs
@@ -42,18 +43,34 @@ from megatron_pg.step.loss import vocabulary_of
 
 SCALING = "takes D·Σwℓ over whole samples; verl, the schedule and DDP (or finalize) scale it to Σwℓ"
 FUSED = "verl.models.mcore.model_forward_fused"
+
+
+class _Role(NamedTuple):
+    """verl's names."""
+
+    section: str  # of its configuration
+    loss: str  # function
+    output: str  # of the model, that the loss reads
+    metric: str  # the loss
+    ours: str  # our name of that metric
+
+
+_POLICY = _Role("actor", "ppo_loss", "log_probs", "actor/pg_loss", "pg/pg_loss")
+_CRITIC = _Role("critic", "value_loss", "values", "critic/vf_loss", "pg/value_loss")
 _ROW = "megatron_pg_row"  # column with a row's index, which verl's split into micro-batches keeps
 _Theirs: Any = object  # `install` makes verl's class the second base
 
 
 class PolicyGradientEngine(_Theirs):
-    """Our part of an engine, before verl's own class in the method resolution order."""
+    """Our part of an engine of a policy or a critic, before verl's own class in the method resolution order."""
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any):
-        self._actor = None if engine_config.forward_only else vars(engine_config).get(ACTOR)
-        arguments = checked(engine_config, model_config, self._actor)
+        self._trained = None if engine_config.forward_only else vars(engine_config).get(TRAINED)
+        arguments = checked(engine_config, model_config, self._trained)
         self._settings, self._rows = start("verl", arguments, scaling=SCALING, says=False)
-        self._rows["temperature"] = "softmax(z / τ), τ of the rollouts  (verl's rollout.temperature)"
+        self._role = _CRITIC if self._settings.is_critic else _POLICY
+        if self._role is _POLICY:
+            self._rows["temperature"] = "softmax(z / τ), τ of the rollouts  (verl's rollout.temperature)"
         self._metrics_file = arguments.args.pg_metrics_file
         self._step: HostStep | None = None
         self._places: list[int | None] = []  # index of each row of the mini-batch among the step's samples
@@ -67,14 +84,14 @@ class PolicyGradientEngine(_Theirs):
 
     def initialize(self) -> None:
         """Print the banner, then build the model."""
-        if torch.distributed.get_rank() == 0 and self._actor is not None:
+        if torch.distributed.get_rank() == 0 and self._trained is not None:
             print_banner(self._rows.items())
         super().initialize()
         if self.engine_config.use_fused_kernels:
             for layer in output_layers(self.module):
                 check_layer(layer, is_fused=True)
                 self._softcap = softcap_of(layer)
-        if self._actor is not None and self.is_mp_src_rank_with_outputs() and self.get_data_parallel_rank() == 0:
+        if self._trained is not None and self.is_mp_src_rank_with_outputs() and self.get_data_parallel_rank() == 0:
             self._log = HostLog(self._settings, self._rows, self._metrics_file)
 
     def load_checkpoint(self, local_path: str, *rest: Any, **more: Any) -> None:
@@ -108,7 +125,7 @@ class PolicyGradientEngine(_Theirs):
             self._step = None
         if self.is_mp_src_rank_with_outputs():
             named = {f"pg/{name}": [value] for name, value in self._report.metrics.items()}
-            output["metrics"] |= {"actor/pg_loss": named["pg/pg_loss"], **named}
+            output["metrics"] |= {self._role.metric: named[self._role.ours], **named}
         return output
 
     def _check(self, step: HostStep) -> None:
@@ -129,16 +146,18 @@ class PolicyGradientEngine(_Theirs):
     def _samples(self, data: Any, loss_function: Any) -> list[Sample]:
         """The step's samples; the step raises the error on every rank."""
         function, given = getattr(loss_function, "func", loss_function), getattr(loss_function, "keywords", {})
-        if getattr(function, "__name__", "") != "ppo_loss" or given.get("config") is not self._actor:
+        name = getattr(function, "__name__", function)
+        # of a critic, verl sends the configurations of engine and loss function one by one
+        is_own = self._role is _CRITIC or given.get("config") is self._trained
+        if name != self._role.loss or not is_own:
             raise StepPlanError(
-                f"verl trains with {getattr(function, '__name__', function)} of a configuration that the engine was "
-                "not built from, and its flags have no effect; use the actor of verl's PPO trainer, without "
-                "distillation"
+                f"verl trains with {name} of a configuration that the engine was not built from, and its flags have no "
+                f"effect; use the {self._role.section} of verl's PPO trainer, without distillation"
             )
         if self._settings.plan_rule.needs_prompt_ids and not _ends_batch(data):
             raise StepPlanError(
                 "prompt_mean with several mini-batches per batch, which split prompt groups; set "
-                "actor.ppo_mini_batch_size to the size of the batch, or use another aggregation"
+                f"{self._role.section}.ppo_mini_batch_size to the size of the batch, or use another aggregation"
             )
         rows, weights = samples_of(data), "rollout_is_weights"
         if weights in data and self._settings.correction.name != "none":
@@ -146,7 +165,7 @@ class PolicyGradientEngine(_Theirs):
                 f"algorithm.rollout_correction.rollout_is and pg_correction {self._settings.correction.name} both "
                 "weigh tokens. Remove one of them."
             )
-        factors = data[weights].cpu().unbind() if weights in data else ()
+        factors = data[weights].cpu().unbind() if weights in data and self._role is _POLICY else ()
         self._factors = [factor for row, factor in zip(rows, factors, strict=False) if row is not None]
         places = count()
         self._places = [None if row is None else next(places) for row in rows]
@@ -157,6 +176,14 @@ class PolicyGradientEngine(_Theirs):
     ) -> tuple:
         """verl's forward step, in training with our loss."""
         batch = next(batch_iter)
+        if self._role is _POLICY:
+            self._read_temperature(batch)
+        if self._step is not None:
+            loss = partial(self._loss, self._step, *self._slice(self._step, batch, next(model.parameters()).device))
+            postprocess_micro_batch_func = partial(postprocess_micro_batch_func, loss_function=loss)
+        return super().forward_step(iter([batch]), model, logits_processor_func, postprocess_micro_batch_func)
+
+    def _read_temperature(self, batch: Any) -> None:
         temperatures = {float(value) for value in torch.as_tensor(batch["temperature"]).flatten()}
         if len(temperatures) != 1:
             raise ValueError(
@@ -165,10 +192,6 @@ class PolicyGradientEngine(_Theirs):
         (self._temperature,) = temperatures
         if self.engine_config.use_fused_kernels:  # set in each call, because a process may have several engines
             vars(import_module(FUSED))["linear_cross_entropy"] = self._linear_cross_entropy
-        if self._step is not None:
-            loss = partial(self._loss, self._step, *self._slice(self._step, batch, next(model.parameters()).device))
-            postprocess_micro_batch_func = partial(postprocess_micro_batch_func, loss_function=loss)
-        return super().forward_step(iter([batch]), model, logits_processor_func, postprocess_micro_batch_func)
 
     def _slice(self, step: HostStep, batch: Any, device: torch.device) -> tuple[LocalBatch, int]:
         """This rank's slice of the micro-batch, and the number of positions of padding rows before it."""
@@ -187,7 +210,7 @@ class PolicyGradientEngine(_Theirs):
     ) -> tuple[Tensor, dict]:
         """D·S, without metrics, because each would cost a host sync."""
         entropy = model_output["entropy"].values()[skipped:] if "entropy" in model_output else None
-        total = step.logprobs_loss(local, model_output["log_probs"].values()[skipped:], entropy)
+        total = step.logprobs_loss(local, model_output[self._role.output].values()[skipped:], entropy)
         return total * self.get_data_parallel_size(), {}
 
     def postprocess_micro_batch_func(

@@ -13,9 +13,10 @@ from megatron_pg.declarations.choices import AT_ONCE
 from megatron_pg.declarations.declaration import Number
 from megatron_pg.hosts.startup import Answer, CheckedArguments, Inherited, check, numbers_of
 
-ACTOR = "_megatron_pg_actor"  # attribute of a McoreEngineConfig: the McoreActorConfig that it is part of
+TRAINED = "_megatron_pg_trained"  # attribute of a McoreEngineConfig: the actor's or critic's that it is part of
 RESPONSE_LENGTH = "_megatron_pg_response_length"  # attribute of an actor: verl's rollout.response_length
 KEY = "megatron_pg"  # in override_mcore_model_config, of which verl itself reads other keys only
+_USUAL_VALUE_CLIP = 0.5  # verl's default
 _USUAL = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}  # verl's defaults
 _CLIP = {"clip_ratio_low": objectives.CLIP_EPS_LOW, "clip_ratio_high": objectives.CLIP_EPS_HIGH}
 _CAP = {"clip_ratio_c": objectives.CAP}
@@ -44,15 +45,28 @@ _ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "l
 _REFUSED = ("dynamic_context_parallel", "use_megatron_fsdp")  # of the engine
 
 
-def checked(engine: Any, model: Any, actor: Any | None) -> CheckedArguments:
+def checked(engine: Any, model: Any, trained: Any | None) -> CheckedArguments:
     """Our arguments of an engine (McoreEngineConfig), with what they inherit from verl's.
 
-    `actor` is the McoreActorConfig that has this engine; None: the engine makes log-probabilities only.
+    `trained` is the McoreActorConfig or McoreCriticConfig that has this engine; None: the engine makes
+    log-probabilities only.
     """
     given = dict(engine.override_mcore_model_config.get(KEY) or {})
-    answers = [*_of_engine(engine, model, given), *(() if actor is None else _Loss(actor, given).answers())]
+    role = "critic" if hasattr(trained, "cliprange_value") else "policy"
+    answers = [*_of_engine(engine, model, given, role)]
+    if role == "critic":
+        answers += _of_critic(trained, given)
+    elif trained is not None:
+        answers += _Loss(trained, given).answers()
     megatron = {name: value for name, value in vars(engine).items() if name not in _REFUSED}
-    return check("verl", given, megatron=megatron | dict(engine.override_transformer_config), answers=answers)
+    facts = megatron | dict(engine.override_transformer_config)
+    return check("verl", given, megatron=facts, answers=answers, role=role)
+
+
+def _of_critic(critic: Any, given: Mapping[str, Any]) -> Iterator[Answer]:
+    clip = critic.cliprange_value
+    yield Inherited("critic.cliprange_value", objectives.VALUE_CLIP.attribute, float(clip), clip == _USUAL_VALUE_CLIP)
+    yield from _of_mean("critic", critic, given)
 
 
 class _Loss:
@@ -60,7 +74,7 @@ class _Loss:
 
     def __init__(self, actor: Any, given: Mapping[str, Any]):
         self.actor, self.given = actor, given
-        self.mode, self.mean = actor.policy_loss.loss_mode, actor.loss_agg_mode
+        self.mode = actor.policy_loss.loss_mode
         # verl's own setting selects the objective where no option does, and always if it is not verl's default
         self.is_theirs = self.mode != "vanilla" or not {"pg_objective", "pg_custom_objective_path"} & given.keys()
 
@@ -69,7 +83,12 @@ class _Loss:
         actor, given = self.actor, self.given
         yield from self._of_objective()
         yield from self._of_numbers()
-        yield from self._of_mean()
+        yield from _of_mean("actor", actor, given)
+        if self.mode in ("gspo", "sapo") and actor.loss_agg_mode != _SEQUENCE_MEAN and "loss_aggregation" not in given:
+            yield (
+                f"actor.loss_agg_mode={actor.loss_agg_mode} has no effect on actor.policy_loss.loss_mode={self.mode} "
+                f"in some releases of verl. Set it to {_SEQUENCE_MEAN}, or set loss_aggregation."
+            )
         if actor.use_kl_loss:
             yield Inherited("actor.kl_loss_coef", "pg_kl_coef", float(actor.kl_loss_coef))
         has_kl = actor.use_kl_loss and actor.kl_loss_coef
@@ -86,9 +105,6 @@ class _Loss:
         if (actor.entropy_coeff or has_kl) and "pg_aux_aggregation" not in given:
             yield Inherited("actor.loss_agg_mode, for KL and entropy,", "pg_aux_aggregation", "policy")
         yield from _not_run("actor", actor, "calculate_sum_pi_squared", "use_prefix_grouper")
-        if given.get("loss_aggregation") == "prompt_mean" and actor.ppo_epochs > 1:
-            epochs = f"actor.ppo_epochs={actor.ppo_epochs}"
-            yield f"loss_aggregation prompt_mean with {epochs} cannot tell whether prompt groups are whole. Use 1."
 
     def _of_objective(self) -> Iterator[Answer]:
         mode, ours = f"actor.policy_loss.loss_mode={self.mode}", str(self.given.get("pg_objective", ""))
@@ -119,34 +135,34 @@ class _Loss:
                 ours = self.given.get("pg_objective", "")
                 yield f"actor.{name}={value} has no effect with pg_objective {ours}; remove it"
 
-    def _of_mean(self) -> Iterator[Answer]:
-        scale, divisor, given = self.actor.loss_scale_factor, "loss_aggregation_divisor", self.given
-        mean, length = f"actor.loss_agg_mode={self.mean}", vars(self.actor).get(RESPONSE_LENGTH)
-        is_known = scale is not None or length is not None or {"loss_aggregation", divisor} & given.keys()
-        has_ours = {"loss_aggregation", "custom_pg_loss_reducer_function_path"} & given.keys()
-        if self.mean not in _AGGREGATIONS:
-            yield f"{mean} is not a mean over the step; use one of {', '.join(_AGGREGATIONS)}"
-        elif self.mode in ("gspo", "sapo") and self.mean != _SEQUENCE_MEAN and "loss_aggregation" not in given:
-            yield (
-                f"{mean} has no effect on actor.policy_loss.loss_mode={self.mode} in some releases of verl. Set it to "
-                f"{_SEQUENCE_MEAN}, or set loss_aggregation."
-            )
-        if scale is not None and self.mean != _SUM_NORM:
-            yield f"actor.loss_scale_factor={scale} has no effect with loss_agg_mode={self.mean}; remove it"
-        if self.mean == _SUM_NORM and not is_known:
-            yield (
-                "actor.loss_scale_factor is null, so verl divides each micro-batch by the length of its longest "
-                "response. Set it to a constant, such as ${data.max_response_length}."
-            )
-        elif self.mean in _AGGREGATIONS and not (has_ours and self.mean == "token-mean"):
-            source = f"actor.loss_agg_mode {self.mean}"
-            yield Inherited(source, "loss_aggregation", _AGGREGATIONS[self.mean])
-            if self.mean == "seq-mean-token-sum":
-                yield Inherited(source, divisor, 1.0)
-            elif self.mean == _SUM_NORM and scale is not None:
-                yield Inherited("actor.loss_scale_factor", divisor, float(scale))
-            elif self.mean == _SUM_NORM and length is not None and divisor not in given:
-                yield Inherited("rollout.response_length (actor.loss_scale_factor is null)", divisor, float(length))
+
+def _of_mean(section: str, config: Any, given: Mapping[str, Any]) -> Iterator[Answer]:
+    """Of the denominators of an actor or a critic."""
+    scale, divisor, mean = config.loss_scale_factor, "loss_aggregation_divisor", config.loss_agg_mode
+    length = vars(config).get(RESPONSE_LENGTH)
+    is_known = scale is not None or length is not None or {"loss_aggregation", divisor} & given.keys()
+    has_ours = {"loss_aggregation", "custom_pg_loss_reducer_function_path"} & given.keys()
+    if mean not in _AGGREGATIONS:
+        yield f"{section}.loss_agg_mode={mean} is not a mean over the step; use one of {', '.join(_AGGREGATIONS)}"
+    if scale is not None and mean != _SUM_NORM:
+        yield f"{section}.loss_scale_factor={scale} has no effect with loss_agg_mode={mean}; remove it"
+    if mean == _SUM_NORM and not is_known:
+        yield (
+            f"{section}.loss_scale_factor is null, so verl divides each micro-batch by the length of its longest "
+            "response. Set it to a constant, such as ${data.max_response_length}."
+        )
+    elif mean in _AGGREGATIONS and not (has_ours and mean == "token-mean"):
+        source = f"{section}.loss_agg_mode {mean}"
+        yield Inherited(source, "loss_aggregation", _AGGREGATIONS[mean])
+        if mean == "seq-mean-token-sum":
+            yield Inherited(source, divisor, 1.0)
+        elif mean == _SUM_NORM and scale is not None:
+            yield Inherited(f"{section}.loss_scale_factor", divisor, float(scale))
+        elif mean == _SUM_NORM and length is not None and divisor not in given:
+            yield Inherited(f"rollout.response_length ({section}.loss_scale_factor is null)", divisor, float(length))
+    if given.get("loss_aggregation") == "prompt_mean" and config.ppo_epochs > 1:
+        epochs = f"{section}.ppo_epochs={config.ppo_epochs}"
+        yield f"loss_aggregation prompt_mean with {epochs} cannot tell whether prompt groups are whole. Use 1."
 
 
 def _not_run(section: str, config: Any, *names: str) -> Iterator[str]:
@@ -156,8 +172,8 @@ def _not_run(section: str, config: Any, *names: str) -> Iterator[str]:
             yield f"{section}.{name}=True was not run with megatron_pg. Set it to False."
 
 
-def _of_engine(engine: Any, model: Any, given: Mapping[str, Any]) -> Iterator[Answer]:
-    if engine.use_fused_kernels:
+def _of_engine(engine: Any, model: Any, given: Mapping[str, Any], role: str) -> Iterator[Answer]:
+    if engine.use_fused_kernels and role == "policy":  # verl has none for critics
         yield Inherited("model.use_fused_kernels", "pg_fused_head", "recompute")
     yield from _not_run("megatron", engine, *_REFUSED)
     yield from _not_run("model.mtp", model.mtp, "enable")

@@ -7,8 +7,11 @@ from torch import Tensor
 from megatron_pg.plan.errors import StepPlanError
 from megatron_pg.rollouts.sample import Sample
 
-_OPTIONAL = {"rollout_log_probs": "rollout_logprobs", "ref_log_prob": "ref_logprobs"}
-_ROWS = ("input_ids", "response_mask", "old_log_probs", "advantages", *_OPTIONAL, "rm_scores")
+_FIELDS = {
+    **{"old_log_probs": "old_logprobs", "rollout_log_probs": "rollout_logprobs", "ref_log_prob": "ref_logprobs"},
+    **{"advantages": "advantage", "values": "values", "returns": "returns"},
+}
+_ROWS = ("input_ids", "response_mask", *_FIELDS, "rm_scores")
 
 
 def samples_of(data: Any) -> list[Sample | None]:
@@ -37,11 +40,9 @@ def _sample(row: dict[str, Tensor], i: int, uid: Any, session: Any) -> Sample | 
         tokens=row["input_ids"],
         response_length=len(mask),
         loss_mask=mask,
-        old_logprobs=row["old_log_probs"],
-        advantage=row["advantages"],
         prompt_id=None if uid is None else str(uid),
         rollout_id=None if uid is None or session is None else f"{uid}/{session}",
         sample_id=f"{uid}/{session} (row {i})",
         reward=float(row["rm_scores"].sum()) if "rm_scores" in row else None,
-        **{field: row[name] for name, field in _OPTIONAL.items() if name in row},
+        **{field: row[name] for name, field in _FIELDS.items() if name in row},
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_IS_QUIET = "DRIVER_QUIET" in os.environ  # nothing is recorded, as a job may train two models
 _step = 0  # of this process
 _samples: list[Mapping[str, Any]] = []  # of the step in progress
 
@@ -18,6 +19,8 @@ _samples: list[Mapping[str, Any]] = []  # of the step in progress
 def record_steps(optimizers: ModuleType) -> None:
     """Record the steps of every optimizer that `megatron.core.optimizer` makes."""
     make = optimizers.get_megatron_optimizer
+    if _IS_QUIET:
+        return
 
     def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *rest: Any, **more: Any) -> Any:
         optimizer = make(config, model_chunks, *rest, **more)
@@ -47,6 +50,8 @@ def _recorded(step: Callable[[], tuple], chunks: Sequence[Any]) -> Callable[[], 
 
 def add_samples(**columns: Sequence[Any]) -> None:
     """Record samples of the step in progress: `tokens`, `mask`, `advantages`, `old` and `rollout` of each."""
+    if _IS_QUIET:
+        return
     values = [[value.tolist() for value in column] for column in columns.values()]
     _samples.extend(dict(zip(columns, sample, strict=True)) for sample in zip(*values, strict=True))
 

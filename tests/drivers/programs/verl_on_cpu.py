@@ -111,6 +111,10 @@ class Provider(SimpleNamespace):
     """Makes the toy with Megatron's own DDP."""
 
     fp16 = bf16 = sequence_parallel = share_embeddings_and_output_weights = False
+    make_critic: Any = None
+
+    def register_pre_wrap_hook(self, hook: Any) -> None:
+        self.make_critic = hook
 
     def apply_overrides_and_finalize(self, dtype: Any = None, overrides: Any = None) -> None:
         self.dtype = dtype
@@ -125,6 +129,8 @@ class Provider(SimpleNamespace):
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
         )
+        if self.make_critic is not None and model.post_process:
+            self.make_critic(model)
         model = job.model.in_dtype(model, config)
         if wrap_with_ddp and ddp_config is not None:
             config.finalize_model_grads_func = finalize_model_grads
@@ -208,6 +214,21 @@ def create_ddp_config(
     return DistributedDataParallelConfig(use_distributed_optimizer=use_distributed_optimizer, **(overrides or {}))
 
 
+def make_value_model(hidden_size: int, sequence_parallel: bool) -> Any:
+    """Gives a critic its output layer: values that begin at 0.1 for a state of ones."""
+    import torch
+
+    class Values(torch.nn.Linear):
+        def forward(self, hidden: Any, weight: None = None, runtime_gather_output: Any = None) -> tuple:
+            return super().forward(hidden).float(), None
+
+    def hook(model: Any) -> None:
+        model.output_layer = Values(hidden_size, 1, bias=False)
+        torch.nn.init.constant_(model.output_layer.weight, 0.1 / hidden_size)
+
+    return hook
+
+
 BRIDGE = {
     "mbridge": {"AutoBridge": VanillaBridge},
     "megatron.bridge": {"AutoBridge": AutoBridge},
@@ -215,6 +236,6 @@ BRIDGE = {
     "megatron.bridge.training.utils.train_utils": {
         "LinearForLastLayer": object,
         "freeze_moe_router": lambda model: model,
-        "make_value_model": lambda *rest: lambda model: model,
+        "make_value_model": make_value_model,
     },
 }

@@ -31,6 +31,12 @@ def actor(**changes) -> SimpleNamespace:
     return SimpleNamespace(**known | changes)
 
 
+def critic(**changes) -> SimpleNamespace:
+    """What the adapter reads of verl's McoreCriticConfig, with verl's defaults."""
+    known = {"cliprange_value": 0.5, "loss_agg_mode": "token-mean", "loss_scale_factor": None, "ppo_epochs": 1}
+    return SimpleNamespace(**known | changes)
+
+
 def engine_config(options=None, **changes) -> SimpleNamespace:
     off = ("use_fused_kernels", "dynamic_context_parallel", "vanilla_mbridge", "use_megatron_fsdp")
     known = {"override_mcore_model_config": {KEY: options or {}}, "override_transformer_config": {}}

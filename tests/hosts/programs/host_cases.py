@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import step_oracle as oracle
 import torch
+import value_oracle
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
@@ -39,6 +40,7 @@ AGGREGATIONS = {name: {"loss_aggregation": name} for name in ("sample_mean", "pr
 HEADS = {"logits": {}} | {mode: {"pg_fused_head": mode} for mode in HEAD_MODES}
 SFT_WEIGHT = 0.25
 TIS, CAP = (0.9, 1.2), 1.1
+GAMMA, LAMBDA, VALUE_CLIP = 0.97, 0.9, 0.3
 NUMBERS = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
 _CLIP = {f"pg_{name}": number for name, number in NUMBERS.items()}
 OBJECTIVES = {
@@ -62,6 +64,9 @@ TERMS = {  # for hosts whose batches contain a teacher's log-probabilities and t
     "their gspo": (_CLIP, {"objective": "gspo"}),
     "their dual clip": (_CLIP, {"objective": "dual_clip", "numbers": NUMBERS | {"cap": CAP}}),
     "their sft": ({}, {"objective": "reinforce"}),
+    "their ppo": (_CLIP, {}),
+    # of a critic, on a command line with flags of its policy
+    "value": ({**_CLIP, "pg_correction": "icepop,high=2", "pg_metrics": "with_entropy"}, {}),
 }
 
 
@@ -151,18 +156,45 @@ def samples(*, fan_out: bool = False, masked: int | None = 6) -> list[Sample]:
     return found
 
 
+def with_returns(found: Sequence[Sample], *, skips: bool) -> list[Sample]:
+    """The samples with a critic's old values, and advantages and returns by GAE from a reward at the end.
+
+    `skips`: masked tokens are no steps.
+    """
+    rng, critics = random.Random(7), []
+    for sample, values in zip(found, _values(found), strict=True):
+        old = [float(np.float32(value + rng.uniform(-0.6, 0.6))) for value in values]
+        rewards = [*[0.0] * (len(old) - 1), sample.reward]
+        mask = sample.loss_mask.tolist() if skips else [1] * len(old)
+        advantages, returns = np.zeros(len(old)), np.zeros(len(old))
+        if any(mask):
+            tokens, *steps = value_oracle.steps_of(rewards, old, mask)
+            advantages[tokens] = value_oracle.gae(*steps, GAMMA, LAMBDA)
+            returns[tokens] = advantages[tokens] + steps[1]
+        made = {"values": np.array(old), "advantages": advantages, "returns": returns}
+        critics.append(replace(sample, **{name: torch.from_numpy(each) for name, each in made.items()}))
+    return critics
+
+
+def _values(found: Sequence[Sample]) -> list[np.ndarray]:
+    """[R] each, of the toy in float64."""
+    embedding, head = (each.numpy() for each in parameters(critic=True))
+    return [embedding[sample.tokens[-sample.response_length - 1 : -1].numpy()] @ head[0] for sample in found]
+
+
 # --- the model ---
 
 
 class Toy(MegatronModule):
     """Logits of the next token from the token only, so that context parallelism needs no attention.
 
-    Pipeline stages have the embedding or the output layer.
+    Pipeline stages have the embedding or the output layer. A critic has a value of the next token instead of logits.
     """
 
-    def __init__(self, config: TransformerConfig):
+    def __init__(self, config: TransformerConfig, critic: bool = False):
         super().__init__(config)
-        embedding, head = parameters()
+        embedding, head = parameters(critic=critic)
+        self.is_critic = critic
         self.model_type = ModelType.encoder_or_decoder
         self.pre_process = parallel_state.is_pipeline_first_stage()
         self.post_process = parallel_state.is_pipeline_last_stage()
@@ -171,7 +203,9 @@ class Toy(MegatronModule):
         self._given = None  # by the stage before
         if self.pre_process:
             self.embedding = torch.nn.Parameter(embedding.float())
-        if self.post_process:
+        if self.post_process and critic:
+            self.output_layer = ValueLayer(head)
+        elif self.post_process:
             self.output_layer = tensor_parallel.ColumnParallelLinear(
                 WIDTH, VOCABULARY, config=config, init_method=lambda w: w, bias=False, gather_output=False
             )
@@ -194,13 +228,31 @@ class Toy(MegatronModule):
         self._given = tensor[0] if isinstance(tensor, list) else tensor
 
 
-def parameters() -> tuple[Tensor, Tensor]:
+class ValueLayer(torch.nn.Linear):
+    """What the hosts put in the place of a critic's output layer."""
+
+    def __init__(self, weight: Tensor, *, sequence_parallel: bool = False):
+        super().__init__(WIDTH, 1, bias=False)
+        self.weight.data.copy_(weight)
+        self.sequence_parallel = self.weight.sequence_parallel = sequence_parallel
+
+    def forward(self, hidden, weight=None, runtime_gather_output=None):
+        values = super().forward(hidden).float()
+        if self.sequence_parallel:
+            values = tensor_parallel.gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def parameters(*, critic: bool = False) -> tuple[Tensor, Tensor]:
     """Embedding and head, whole, in float64 with float32's values."""
     generator = torch.Generator().manual_seed(3)
-    return tuple(torch.randn(VOCABULARY, WIDTH, generator=generator).double() for _ in range(2))
+    embedding, head = (torch.randn(VOCABULARY, WIDTH, generator=generator).double() for _ in range(2))
+    return embedding, head[:1] if critic else head
 
 
-def model(*, per_token: bool, wrap: Callable = DistributedDataParallel) -> DistributedDataParallel:
+def model(
+    *, per_token: bool, wrap: Callable = DistributedDataParallel, critic: bool = False
+) -> DistributedDataParallel:
     config = TransformerConfig(
         num_layers=1,
         hidden_size=WIDTH,
@@ -214,22 +266,25 @@ def model(*, per_token: bool, wrap: Callable = DistributedDataParallel) -> Distr
         moe_token_dispatcher_type="alltoall",  # asked for by the line above, experts or none
         finalize_model_grads_func=finalize_model_grads,
     )
-    return wrap(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module=Toy(config))
+    return wrap(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module=Toy(config, critic))
 
 
 def gradients(model: DistributedDataParallel) -> list[Tensor]:
     """Of embedding and head, whole, after finalize."""
     toy, stages = model.module, parallel_state.get_pipeline_model_parallel_group()
-    whole = torch.zeros(2, VOCABULARY, WIDTH)
+    whole = [torch.zeros(each.shape) for each in parameters(critic=toy.is_critic)]
     if toy.pre_process:
-        whole[0] = toy.embedding.main_grad
-    if toy.post_process:
+        whole[0] += toy.embedding.main_grad
+    if toy.post_process and toy.is_critic:
+        whole[1] += toy.output_layer.weight.main_grad
+    elif toy.post_process:
         head = toy.output_layer.weight.main_grad
         parts = [torch.empty_like(head) for _ in range(_tp_size())]
         torch.distributed.all_gather(parts, head, group=parallel_state.get_tensor_model_parallel_group())
-        whole[1] = torch.cat(parts)
-    torch.distributed.all_reduce(whole, group=stages)  # each has one owner
-    return list(whole)
+        whole[1] += torch.cat(parts)
+    for each in whole:
+        torch.distributed.all_reduce(each, group=stages)  # each has one owner
+    return whole
 
 
 def _tp_size() -> int:
@@ -244,6 +299,12 @@ def expected(found: Sequence[Sample], case: Case, *, on_policy: bool = False) ->
 
     `on_policy`: the sampling policy's log-probabilities are the model's own.
     """
+    if case.objective == "value":
+        found_here = of_critic(found, case)
+        inputs = [sample.tokens[-sample.response_length - 1 : -1].numpy() for sample in found]
+        slopes = [2 * slope[:, None] for slope in found_here.gradients]  # their loss has no 1/2
+        through = through_head(inputs, slopes, *(each.numpy() for each in parameters(critic=True)))
+        return through, found_here.loss
     if case.objective == "sft":
         rollouts, demonstrations = (
             [each for each in found if (source_of(each) == "sft") == is_sft] for is_sft in (False, True)
@@ -253,6 +314,22 @@ def expected(found: Sequence[Sample], case: Case, *, on_policy: bool = False) ->
         return [own + SFT_WEIGHT * theirs for own, theirs in zip(of_policy, of_sft, strict=True)], pg_loss
     advantage = 1.0 if case.objective == "their sft" else None
     return _expected(found, case, case.settings, on_policy=on_policy or advantage is not None, advantage=advantage)
+
+
+def of_critic(found: Sequence[Sample], case: Case) -> value_oracle.CriticResult:
+    """Loss, gradients of the values and metrics of one optimizer step."""
+    documents = [
+        value_oracle.CriticDocument(
+            values=values,
+            old=sample.values.numpy(),
+            returns=sample.returns.numpy(),
+            mask=sample.loss_mask.numpy(),
+            rollout_id=sample.rollout_id,
+            prompt_id=sample.prompt_id,
+        )
+        for sample, values in zip(found, _values(found), strict=True)
+    ]
+    return value_oracle.run(documents, case.settings, VALUE_CLIP)
 
 
 def kept_of(sample: Sample) -> list[list[int]]:

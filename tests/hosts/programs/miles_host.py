@@ -19,12 +19,15 @@ from torch import Tensor
 
 from megatron_pg.rollouts.sample import Sample
 
+LOSSES: dict = {}  # theirs, which a run with ours replaces
+
 
 def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[list[Tensor]], list[dict]]:
     """Gradients of every optimizer step of a rollout, and what miles' logger was given."""
     from miles.backends.megatron_utils import actor
     from miles.backends.megatron_utils import model as steps
     from miles.backends.training_utils import data, loss
+    from miles.backends.training_utils.loss_hub import losses
     from miles.utils.misc import load_function
     from miles.utils.tracking_utils import tracking
     from miles.utils.types import Sample as Theirs
@@ -32,8 +35,12 @@ def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[li
     logged: list[dict] = []
     tracking.log = lambda args, metrics, step_key: logged.append(dict(metrics))
     actor.get_data_iterator = data.get_data_iterator
+    actor.initialize_model_and_optimizer = lambda args, role: None
+    losses.value_loss_function = LOSSES.setdefault("value", losses.value_loss_function)
+    role = "critic" if case.objective == "value" else "actor"
     if args.custom_megatron_init_path:
         load_function(args.custom_megatron_init_path)(args)  # the last lines of its initialize.init
+    actor.initialize_model_and_optimizer(args, role)
     importlib.import_module("megatron.training.global_vars").set_args(args)
     theirs = their_trainers.as_theirs(Theirs, found)
     for mine, sample in zip(theirs, found, strict=True):
@@ -43,27 +50,31 @@ def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[li
             mine.teacher_log_probs = sample.teacher_logprobs.float()
     # the prompt is the only field that travels with a sample unread: which one it is
     mine = their_trainers.data_of_miles(args, theirs, prompt=list(range(len(theirs))))
-    model = hosts.model(per_token=case.per_token)
+    model = hosts.model(per_token=case.per_token, critic=role == "critic")
     optimizer = hosts.Optimizer(model)
     iterators, counts = actor.get_data_iterator(args, [model], mine)
     if args.compute_advantages_and_returns:
-        for prefix in ("", "ref_") if args.use_kl_loss else ("",):
-            mine |= _log_probs(mine, found, prefix, args.qkv_format)
+        keys = [] if role == "critic" else ["log_probs"]
+        keys += (["values"] if args.use_critic else []) + (["ref_log_probs"] if args.use_kl_loss else [])
+        for key in keys:
+            mine |= _of_samples(mine, found, key, args.qkv_format)
         loss.compute_advantages_and_returns(args, mine)
+    if role == "critic":
+        args.loss_type = "value_loss"  # as its `train_critic`
     rollouts = data.get_num_rollouts(args, mine, len(counts))
     for number, (count, many) in enumerate(zip(counts, rollouts, strict=True)):
         steps.train_one_step(args, 0, number, iterators, [model], optimizer, MagicMock(), count, many, None, 0)
     return optimizer.found, logged
 
 
-def _log_probs(data: dict, found: Sequence[Sample], prefix: str, layout: str) -> dict[str, list[Tensor]]:
+def _of_samples(data: dict, found: Sequence[Sample], key: str, layout: str) -> dict[str, list[Tensor]]:
     from miles.backends.training_utils.cp_utils import slice_log_prob_with_cp
 
-    name = "ref_logprobs" if prefix == "ref_" else "old_logprobs"
+    name = {"log_probs": "old_logprobs", "ref_log_probs": "ref_logprobs"}.get(key, key)
     width = data["max_seq_lens"][0] if layout == "bshd" else None
     rows = zip(data["prompt"], data["total_lengths"], data["response_lengths"], strict=True)
     whole = [(getattr(found[int(i)], name).float(), int(total), int(response)) for i, total, response in rows]
-    return {f"{prefix}log_probs": [slice_log_prob_with_cp(*each, layout, width) for each in whole]}
+    return {key: [slice_log_prob_with_cp(*each, layout, width) for each in whole]}
 
 
 def figures() -> dict[str, object]:

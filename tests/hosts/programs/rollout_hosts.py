@@ -52,15 +52,25 @@ TERM_CASES = [
     Case(objective="their tis", aggregation="token_mean", head="forward"),
     Case(objective="their gspo", rollouts_per_step=4),
     Case(objective="their dual clip", rollouts_per_step=4),
+    Case(objective="their ppo", rollouts_per_step=4),
+    Case(objective="their ppo", head="forward", aggregation="token_mean"),
     Case(objective="their sft", rollouts_per_step=4),
     Case(objective="their sft", aggregation="token_mean", per_token=True, head="scaled_exp"),
+]
+CRITIC_CASES = [
+    Case(objective="value", rollouts_per_step=4),
+    Case(objective="value", aggregation="prompt_mean", rollouts_per_step=4, per_token=True),
+    Case(objective="value", aggregation="token_mean", per_token=True),
+    Case(objective="value", aggregation="constant", rollouts_per_step=6, fan_out=True),
 ]
 THEIRS = {  # a case's objective: the host's flags that select it
     "their tis": {"use_tis": True, "tis_clip_low": hosts.TIS[0], "tis_clip": hosts.TIS[1]},
     "their gspo": {"advantage_estimator": "gspo"},
     "their dual clip": {"eps_clip_c": hosts.CAP},
+    "their ppo": {"use_critic": True, "advantage_estimator": "ppo"},
     "their sft": {"loss_type": "sft_loss", "compute_advantages_and_returns": False},
 }
+OF_CRITICS = THEIRS["their ppo"] | {"value_clip": hosts.VALUE_CLIP}
 OF_MILES = {"opd", *THEIRS}  # whose batches name no loss terms and no sampling masks
 MEASURED = Case(aggregation="constant", objective="kl", rollouts_per_step=4)  # whose metrics are compared
 
@@ -84,7 +94,11 @@ def arguments(host: str, case: Case, **more: object) -> Namespace:
         "kl_loss_coef": case.flags.get("pg_kl_coef", 0.0),
         "kl_loss_type": "k3",
         "custom_megatron_init_path": f"megatron_pg.{host}.init",
+        "value_clip": 0.2,
+        "gamma": hosts.GAMMA,
+        "lambd": hosts.LAMBDA,
     }
+    known |= OF_CRITICS if case.objective == "value" else {}
     if "pg_clip_eps_low" not in case.flags:  # an objective that reads none
         known["eps_clip_high"] = args.eps_clip
     return argparse.Namespace(**vars(args) | known | THEIRS.get(case.objective, {}) | more)
@@ -92,21 +106,44 @@ def arguments(host: str, case: Case, **more: object) -> Namespace:
 
 def errors(train: Train, host: str, case: Case, **more: object) -> float:
     """Largest over the rollout's steps, of every gradient."""
-    found = hosts.samples(fan_out=case.fan_out)
+    found = _samples(host, case)
     gradients, _ = train(case, found, arguments(host, case, **more))
     steps = hosts.steps_of(found, case)
     assert len(gradients) == len(steps)
     # slime leaves out the pass for old log-probabilities where one step's are the loss's own
-    corrects = "pg_correction" in case.flags or case.objective == "their tis"
-    on_policy = host == "slime" and case.num_steps == 1 and not corrects
+    keeps = "pg_correction" in case.flags or case.objective in ("their tis", "their ppo")
+    on_policy = host == "slime" and case.num_steps == 1 and not keeps
     pairs = zip(gradients, steps, strict=True)
     return max(hosts.error(mine, hosts.expected(step, case, on_policy=on_policy)[0]) for mine, step in pairs)
+
+
+def _samples(host: str, case: Case) -> list[Sample]:
+    found = hosts.samples(fan_out=case.fan_out)
+    return hosts.with_returns(found, skips=host == "miles") if case.objective in ("value", "their ppo") else found
+
+
+def of_critic(train: Train, host: str, case: Case, **more: object) -> float:
+    """Largest error over a critic's steps, of every gradient and metric."""
+    found = _samples(host, case)
+    gradients, logged = train(case, found, arguments(host, case, **more))
+    steps = hosts.steps_of(found, case)
+    assert len(gradients) == len(steps)
+    worst = [hosts.error(mine, hosts.expected(step, case)[0]) for mine, step in zip(gradients, steps, strict=True)]
+    lines = [line for line in logged if "train/critic-pg/value_loss" in line]
+    for line, step in zip(lines, steps if lines else (), strict=True):
+        wanted = hosts.of_critic(step, case).metrics
+        assert 0 < wanted["value_clipped_fraction"] < 1
+        worst += [abs(line[f"train/critic-pg/{name}"] - value) / max(abs(value), 1) for name, value in wanted.items()]
+    found_by_all = torch.tensor([max(worst), len(lines)])
+    torch.distributed.all_reduce(found_by_all, torch.distributed.ReduceOp.MAX)
+    assert found_by_all[1] == len(steps)
+    return float(found_by_all[0])
 
 
 def jump(train: Train, host: str, objective: str = "grpo", **more: object) -> float:
     """Between the host's own loss under its own flags and ours, of every gradient of three steps."""
     case = Case(rollouts_per_step=4, objective=objective)
-    found = hosts.samples()
+    found = _samples(host, case)
     (ours, _), (theirs, _) = (
         train(case, found, arguments(host, case, custom_megatron_init_path=path, **more))
         for path in (f"megatron_pg.{host}.init", None)
@@ -127,13 +164,18 @@ def figures(train: Train, host: str, *, passed: Callable[..., float] | None = No
         terms = [case for case in TERM_CASES if host == "slime" or case.objective in OF_MILES]
         terms = terms if "FULL" in os.environ else terms[number % 2 :: 2]  # one of every objective
         of_layout["terms"] = {case.name: errors(train, host, case) for case in terms}
+        critics = CRITIC_CASES if "FULL" in os.environ else CRITIC_CASES[number % 2 :: 2]
+        of_layout["critics"] = {case.name: of_critic(train, host, case) for case in critics}
         if host == "miles":
+            of_layout["critics"]["padded"] = of_critic(train, host, CRITIC_CASES[number], **PADDED)
             of_layout["padded"] = {case.name: errors(train, host, case, **PADDED) for case in PADDED_CASES}
         if passed is not None:
             of_layout["passes"] = {f"{case.name} {more}": passed(case, **more) for case, more in PASSES[host]}
         else:
             joined = {"allgather_cp": sizes.get("context_parallel_size", 1) == 1}  # which cuts nothing there
-            of_layout["jump"] = max(jump(train, host, **joined), *(jump(train, host, name) for name in THEIRS))
+            of_layout["jump"] = max(
+                jump(train, host, **joined), *(jump(train, host, name) for name in (*THEIRS, "value"))
+            )
         more = arguments(host, MEASURED, pg_metrics="with_entropy")
         logged = [train(MEASURED, hosts.samples(), more)[1]]
         writer = parallel_state.get_pipeline_model_parallel_world_size() - 1  # the first rank of the last stage

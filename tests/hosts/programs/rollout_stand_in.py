@@ -89,6 +89,9 @@ def scaled(args: Namespace, batch: dict, count: int, rollouts: int, logits: Tens
     """The loss that the user's function returns, as both scale it."""
     if args.loss_type == "policy_loss":  # slime's, replaced by ours
         function = sys.modules["slime.backends.megatron_utils.loss"].policy_loss_function
+    elif args.loss_type == "value_loss":
+        function = sys.modules[import_module(args.custom_loss_function_path.removesuffix(".loss")).HOST.losses]
+        function = function.value_loss_function
     else:
         function = load_function(args.custom_loss_function_path)
     loss, found = function(args, batch, logits, None)
@@ -148,7 +151,8 @@ def rollout(case: Case, found: Sequence[Sample], qkv_format: str) -> dict[str, A
         counts.append(most)
         rollouts.append(len({sample.rollout_id for sample in members}))
     part = {"log_probs": "old_logprobs", "ref_log_probs": "ref_logprobs", "rollout_log_probs": "rollout_logprobs"}
-    part |= {"teacher_log_probs": "teacher_logprobs"}
+    part |= {"teacher_log_probs": "teacher_logprobs", "advantages": "advantages"}
+    part = part if case.objective != "value" else {"values": "values", "returns": "returns"}
     width = -(-max(len(sample.tokens) for sample in mine) // 8) * 8
     layout = (qkv_format, width if qkv_format == "bshd" else None)
     local = [response_index(len(sample.tokens), sample.response_length, *layout) for sample in mine]
@@ -166,7 +170,7 @@ def rollout(case: Case, found: Sequence[Sample], qkv_format: str) -> dict[str, A
         "source_names": [hosts.source_of(sample) for sample in mine],
         **{
             key: [getattr(sample, name).float()[index] for sample, index in zip(mine, local, strict=True)]
-            for key, name in (part | {"advantages": "advantages"}).items()
+            for key, name in part.items()
         },
         "micro_batch_indices": indices,
         "num_microbatches": counts,
@@ -200,9 +204,12 @@ def train(
     """
     _logged.clear()
     actor = sys.modules[f"{host}.backends.megatron_utils.actor"]
-    actor.get_data_iterator = get_data_iterator
+    actor.get_data_iterator = partial(get_data_iterator, args, None) if host == "slime" else get_data_iterator
+    actor.initialize_model_and_optimizer = lambda args, role: hosts.model(
+        per_token=case.per_token, critic=role == "critic"
+    )
     load_function(args.custom_megatron_init_path)(args)
-    model = hosts.model(per_token=case.per_token)
+    model = actor.initialize_model_and_optimizer(args, "critic" if case.objective == "value" else "actor")
     optimizer = hosts.Optimizer(model)
     if bypasses and model.module.post_process:
         layer = model.module.output_layer
@@ -213,14 +220,14 @@ def train(
     data = rollout(case, found, args.qkv_format)
     if host == "miles":  # which has neither
         del data["local_raw_reward"], data["source_names"]
-    iterators, counts = actor.get_data_iterator(args, [model], data)
-    if args.loss_type == "policy_loss" and case.num_steps == 1:
+    iterators, counts = actor.get_data_iterator(*([data] if host == "slime" else [args, [model], data]))
+    if args.loss_type == "policy_loss" and case.num_steps == 1 and not args.use_critic:
         del data["log_probs"]  # they are the loss's own
     if not args.compute_advantages_and_returns:
         for name in ("advantages", "log_probs", "ref_log_probs", "teacher_log_probs"):
             data.pop(name, None)
-    if args.rollout_data_postprocess_path:
-        load_function(args.rollout_data_postprocess_path)(args, 0, data)
+    if case.objective == "value":
+        args.loss_type = "value_loss"
     model.module.config.finalize_model_grads_func = finalize_model_grads
     for number, (count, rollouts) in enumerate(zip(counts, data["num_rollouts"], strict=True)):
         if copies:
@@ -279,7 +286,7 @@ def passed(host: str, case: Case, **more: Any) -> float:
 
 def install(host: str) -> None:
     """Make the host's modules importable, with functions of its parameters where the adapter looks at them."""
-    real = {"log": log, "get_data_iterator": get_data_iterator, "parse_args": parse_args}
+    real = {"log": log, "parse_args": parse_args}
     declared = import_module(f"megatron_pg.{host}").HOST.all_signatures()
     for signature in [*declared, f"{host}.utils.arguments:parse_args(add_custom_arguments)"]:
         module, _, function = signature.rpartition("|")[2].partition(":")

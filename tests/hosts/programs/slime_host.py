@@ -20,16 +20,17 @@ import rollout_hosts
 import their_trainers
 import torch
 from host_cases import Case
+from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_pg.rollouts.sample import Sample
 
-POLICY_LOSS: dict = {}  # theirs, which a run with ours replaces
+LOSSES: dict = {}  # theirs, which a run with ours replaces
 
 
 def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[list[Tensor]], list[dict]]:
     """Gradients of every optimizer step of a rollout, and what slime's logger was given."""
-    model = hosts.model(per_token=case.per_token)
+    model = hosts.model(per_token=case.per_token, critic=case.objective == "value")
     optimizer = hosts.Optimizer(model)
     logged = run(found, args, model, optimizer, torch.device("cpu"))
     return optimizer.found, logged
@@ -44,11 +45,14 @@ def run(found: Sequence[Sample], args: Namespace, model: Any, optimizer: Any, de
 
 def begin(args: Namespace, device: torch.device) -> list[dict]:
     """What slime does before it builds the model; and the list of what its logger will be given."""
-    from slime.backends.megatron_utils import loss
+    from slime.backends.megatron_utils import actor, loss
     from slime.utils.misc import load_function
 
     logged: list[dict] = []
-    loss.policy_loss_function = POLICY_LOSS.setdefault("theirs", loss.policy_loss_function)
+    for name in ("policy_loss_function", "value_loss_function"):
+        setattr(loss, name, LOSSES.setdefault(name, getattr(loss, name)))
+    actor.compute_advantages_and_returns = loss.compute_advantages_and_returns
+    actor.initialize_model_and_optimizer = lambda args, role: None  # the model is there
     _moved("logging_utils").log = lambda args, metrics, step_key: logged.append(dict(metrics))
     if args.custom_megatron_init_path:
         load_function(args.custom_megatron_init_path)(args)  # the last lines of its initialize.init
@@ -82,9 +86,11 @@ def roll(found: Sequence[Sample], args: Namespace, model: Any, optimizer: Any) -
             mine.metadata = {"source_name": hosts.source_of(sample)}
     boxes = manager._split_train_data_by_dp(manager._convert_samples_to_train_data(theirs))
     tags = {"ref"} if args.use_kl_loss else set()
+    model.role = "critic" if model.module.is_critic else "actor"
+    actor.initialize_model_and_optimizer(args, model.role)
     me = SimpleNamespace(
         args=args,
-        role="actor",
+        role=model.role,
         model=[model],
         optimizer=optimizer,
         opt_param_scheduler=hosts.scheduler(),
@@ -96,14 +102,23 @@ def roll(found: Sequence[Sample], args: Namespace, model: Any, optimizer: Any) -
         rollout_data_postprocess=_path(load_function, args.rollout_data_postprocess_path),
     )
     mine = actor.MegatronTrainRayActor._get_rollout_data(SimpleNamespace(args=args), boxes)
-    me.compute_log_prob = lambda iterators, counts, store_prefix: _log_probs(mine, found, store_prefix)
+    me.compute_log_prob = lambda iterators, counts, store_prefix: _of_samples(mine, found, f"{store_prefix}log_probs")
+    if args.use_critic and parallel_state.get_context_parallel_world_size() > 1:
+        # theirs fails where rank 0 has no part of a response, and puts the reward of others at its last token there
+        own = [_of_samples(mine, found, key) for key in ("advantages", "returns")]
+        actor.compute_advantages_and_returns = lambda args, data: [data.update(each) for each in own]
+    actor.forward_only = lambda *given: _of_samples(mine, found, "values")
     timer = _moved("timer").Timer()
     timer.start_time.pop("train_wait", None)
     timer.start("train_wait")
     for owner in (actor, vars(actor).get("train_metric_utils"), vars(actor).get("train_dump_utils")):
         for name in {"log_perf_data", "log_rollout_data"} & vars(owner or SimpleNamespace()).keys():
             setattr(owner, name, lambda *given, **named: None)
-    actor.MegatronTrainRayActor.train_actor(me, 0, mine)
+    if model.role == "critic":
+        actor.MegatronTrainRayActor.train_critic(me, 0, mine)
+    else:
+        values = _of_samples(mine, found, "values") if args.use_critic else None
+        actor.MegatronTrainRayActor.train_actor(me, 0, mine, external_data=values)
 
 
 def _moved(name: str) -> Any:
@@ -118,17 +133,17 @@ def _path(load_function, path: str | None):
     return None if path is None else load_function(path)
 
 
-def _log_probs(data: dict, found: Sequence[Sample], prefix: str) -> dict[str, list[Tensor]]:
+def _of_samples(data: dict, found: Sequence[Sample], key: str) -> dict[str, list[Tensor]]:
     """In place of a forward: the samples' own, each this context-parallel rank's part."""
     from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
 
-    name = "ref_logprobs" if prefix == "ref_" else "old_logprobs"
+    name = {"log_probs": "old_logprobs", "ref_log_probs": "ref_logprobs"}.get(key, key)
     values = []
     for tokens, total, response in zip(data["tokens"], data["total_lengths"], data["response_lengths"], strict=True):
         (sample,) = [each for each in found if each.tokens.tolist() == tokens.tolist()]
         whole = getattr(sample, name).float()
         values.append(slice_log_prob_with_cp(whole, int(total), int(response)))
-    return {f"{prefix}log_probs": values}
+    return {key: values}
 
 
 def figures() -> dict[str, object]:

@@ -8,6 +8,7 @@ and packages that are not installed and that nothing here needs (`stand_ins`).
 import importlib
 import logging
 import os
+import pickle
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from unittest.mock import MagicMock
 
 import stand_ins
 import torch
+from host_cases import ValueLayer
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -100,19 +102,22 @@ def config(*, per_token: bool) -> TransformerConfig:
     )
 
 
-def parameters() -> tuple[Tensor, Tensor]:
-    """[V, H] float32 each: embedding and head."""
+def parameters(*, critic: bool = False) -> tuple[Tensor, Tensor]:
+    """[V, H] float32 each: embedding and head; of a critic the head is [1, H]."""
     generator = torch.Generator().manual_seed(3)
-    return tuple(torch.randn(VOCABULARY, WIDTH, generator=generator) * 0.6 for _ in range(2))
+    embedding, head = (torch.randn(VOCABULARY, WIDTH, generator=generator) * 0.6 for _ in range(2))
+    return embedding, head[:1] if critic else head
 
 
 def mine(whole: Tensor) -> Tensor:
-    """This tensor-parallel rank's rows."""
+    """This tensor-parallel rank's rows; every rank has the head of a critic."""
+    if len(whole) == 1:
+        return whole
     size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     return whole.chunk(size)[rank]
 
 
-def build(*, per_token: bool) -> DistributedDataParallel:
+def build(*, per_token: bool, critic: bool = False) -> DistributedDataParallel:
     layers = TransformerBlockSubmodules(layer_specs=[LayerSpec(module=Nothing)])
     model = GPTModel(
         config(per_token=per_token),
@@ -124,8 +129,11 @@ def build(*, per_token: bool) -> DistributedDataParallel:
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
+    if critic and model.post_process:  # as Megatron-Bridge's make_value_model
+        weight = parameters(critic=True)[1]
+        model.output_layer = ValueLayer(weight, sequence_parallel=model.config.sequence_parallel)
     for name, weight in model.named_parameters():
-        weight.data.copy_(mine(parameters()[name.startswith("output_layer")]))
+        weight.data.copy_(mine(parameters(critic=critic)[name.startswith("output_layer")]))
     return DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
 
 
@@ -150,10 +158,23 @@ class Optimizer:
 
 def actor_config(verl: SimpleNamespace, *, options: dict | None = None, **changes: Any) -> Any:
     """Their actor's config; `options` are ours."""
+    megatron = _engine_config(verl, options, changes.pop("engine", {}))
+    return verl.config.McoreActorConfig(rollout_n=2, use_dynamic_bsz=True, megatron=megatron, **changes)
+
+
+def critic_config(verl: SimpleNamespace, *, options: dict | None = None, **changes: Any) -> Any:
+    """Their critic's config in the process of its worker."""
+    megatron = _engine_config(verl, options, {})
+    model = SimpleNamespace(external_lib="megatron_pg.verl")
+    made = verl.config.McoreCriticConfig(rollout_n=2, use_dynamic_bsz=True, megatron=megatron, model=model, **changes)
+    return pickle.loads(pickle.dumps(made))
+
+
+def _engine_config(verl: SimpleNamespace, options: dict | None, changes: dict[str, Any]) -> Any:
     engine = {"override_mcore_model_config": {} if options is None else {"megatron_pg": options}}
-    engine |= {"max_token_len_per_gpu": 24, "infer_max_token_len_per_gpu": 24} | changes.pop("engine", {})
+    engine |= {"max_token_len_per_gpu": 24, "infer_max_token_len_per_gpu": 24} | changes
     sizes = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size()
-    megatron = verl.config.McoreEngineConfig(
+    return verl.config.McoreEngineConfig(
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         tensor_model_parallel_size=sizes[0],
         context_parallel_size=sizes[1],
@@ -161,7 +182,6 @@ def actor_config(verl: SimpleNamespace, *, options: dict | None = None, **change
         use_distributed_optimizer=False,
         **engine,
     )
-    return verl.config.McoreActorConfig(rollout_n=2, use_dynamic_bsz=True, megatron=megatron, **changes)
 
 
 def worker(
@@ -177,8 +197,9 @@ def worker(
 ) -> Any:
     """verl's TrainingWorker with a given engine or the registered one, and a given model or the toy."""
     name = SimpleNamespace(enable=False, enable_train=False)
+    is_critic = isinstance(actor, verl.config.CriticConfig)
     model_config = {
-        "model_type": "language_model",
+        "model_type": "value_model" if is_critic else "language_model",
         "hf_config": SimpleNamespace(architectures=["Qwen2ForCausalLM"], model_type="qwen2"),
         "tokenizer": SimpleNamespace(pad_token_id=0),
         "mtp": name,
@@ -187,18 +208,18 @@ def worker(
         "get_processor": lambda: None,
     }
     actor.engine.use_fused_kernels, actor.engine.use_remove_padding = fused, not padded
-    cls = engine or verl.registry.EngineRegistry.get_engine_cls("language_model", "megatron")
+    cls = engine or verl.registry.EngineRegistry.get_engine_cls(model_config["model_type"], "megatron")
 
     class Engine(cls):
         """Has the toy or that model in place of one from the hub."""
 
         def _build_tf_config(self) -> None:
-            self.is_value_model = self.share_embeddings_and_output_weights = False
+            self.is_value_model, self.share_embeddings_and_output_weights = is_critic, False
             self.bridge = self.provider = self.peft_cls = self.tf_config = None
             self.param_dtype, self.vanilla_bridge = torch.float32, False
 
         def _build_megatron_module(self) -> list[DistributedDataParallel]:
-            found = model or build(per_token=per_token)
+            found = model or build(per_token=per_token, critic=is_critic)
             self.tf_config = found.config
             return [found]
 
@@ -225,7 +246,7 @@ def worker(
     made.engine, made.engine_config, made.model_config = engine, engine.engine_config, engine.model_config
     made.device_name, made.flops_counter = "cpu", None
     made.profiler = SimpleNamespace(rank=0, check_enable=lambda: False, step=lambda: None)
-    made.loss_fn = partial(verl.losses.ppo_loss, config=actor)
+    made.loss_fn = partial(verl.losses.value_loss if is_critic else verl.losses.ppo_loss, config=actor)
     return made
 
 
@@ -265,11 +286,13 @@ def batch_of(verl: SimpleNamespace, samples: Sequence[Sample], actor: Any, *, mi
     }
     if samples[0].ref_logprobs is not None:
         columns["ref_log_prob"] = nested([sample.ref_logprobs.float() for sample in samples])
+    if samples[0].returns is not None:
+        columns |= {name: nested([getattr(each, name).float() for each in samples]) for name in ("values", "returns")}
     data = TensorDict(columns, batch_size=len(samples))
     verl.tensordicts.assign_non_tensor(
         data,
         temperature=1.0,
-        calculate_entropy=actor.calculate_entropy or actor.entropy_coeff != 0,
+        calculate_entropy=actor.get("calculate_entropy", False) or actor.get("entropy_coeff", 0) != 0,
         distillation_use_topk=False,
         distillation_only=False,
         global_batch_size=mini_batch_size,

@@ -11,6 +11,7 @@ import random
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ import stand_ins
 import step_oracle
 import token_oracle
 import torch
+import value_oracle
 import verl_host as host
 from host_cases import through_head
 from megatron.core import parallel_state
@@ -347,6 +349,85 @@ def floor(verl: SimpleNamespace) -> float:
     return error(worker.engine.optimizer.found[0], gradients)
 
 
+# --- critics ---
+
+CRITICS = [  # aggregation, per-token flag, steps
+    *itertools.product(AGGREGATIONS, (False, True), STEPS)
+]
+CLIP = 0.3
+THEIR_CRITICS = [{}, {"loss_agg_mode": "seq-mean-token-mean"}, {"loss_agg_mode": "seq-mean-token-sum"}]
+
+
+def with_values(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples with a critic's old values and returns."""
+    rng, found = random.Random(13), []
+    for sample, values in zip(samples, values_of(samples), strict=True):
+        old = [value + rng.uniform(-0.6, 0.6) for value in values]
+        made = {"values": old, "returns": [rng.uniform(-1.0, 1.0) for _ in values]}
+        found.append(replace(sample, **{k: torch.tensor(_float32(v)).double() for k, v in made.items()}))
+    return found
+
+
+def values_of(samples: Sequence[Sample]) -> list[np.ndarray]:
+    embedding, head = (each.double().numpy() for each in host.parameters(critic=True))
+    return [embedding[sample.tokens[-sample.response_length - 1 : -1].numpy()] @ head[0] for sample in samples]
+
+
+def expected_of_critic(samples: Sequence[Sample], options: dict[str, Any]) -> tuple[list[Tensor], dict[str, float]]:
+    documents = [
+        value_oracle.CriticDocument(
+            values=values,
+            old=sample.values.numpy(),
+            returns=sample.returns.numpy(),
+            mask=sample.loss_mask.numpy(),
+            rollout_id=sample.rollout_id,
+            prompt_id=sample.prompt_id,
+        )
+        for sample, values in zip(samples, values_of(samples), strict=True)
+    ]
+    found = value_oracle.run(documents, settings_of({"pg_objective": "grpo", **options}), CLIP)
+    inputs = [sample.tokens[-sample.response_length - 1 : -1].numpy() for sample in samples]
+    slopes = [slope[:, None] for slope in found.gradients]
+    parameters = (each.double().numpy() for each in host.parameters(critic=True))
+    assert 0 < found.metrics["value_clipped_fraction"] < 1
+    return through_head(inputs, slopes, *parameters), found.metrics
+
+
+def critic(verl: SimpleNamespace, folder: Path, aggregation: str, per_token: bool, steps: int) -> dict[str, float]:
+    """Errors of gradients and metrics of a batch."""
+    path, options = folder / "critic.jsonl", AGGREGATIONS[aggregation]
+    config = host.critic_config(verl, options=options | {"pg_metrics_file": str(path)}, cliprange_value=CLIP)
+    worker, samples = host.worker(verl, config, per_token=per_token), with_values(batch())
+    logged = train(verl, worker, samples, steps)
+    torch.distributed.barrier()
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    wanted = [expected_of_critic(of_step(samples, number, steps), options) for number in range(steps)]
+    both = zip(worker.engine.optimizer.found, wanted, strict=True)
+    worst = max(error(found, gradients) for found, (gradients, _) in both)
+    of_metrics = max(_worst_metric(r, metrics) for r, (_, metrics) in zip(records, wanted, strict=True))
+    if logged:
+        mean = sum(metrics["value_loss"] for _, metrics in wanted) / steps
+        of_metrics = max(of_metrics, *(abs(logged[name] - mean) for name in ("critic/vf_loss", "pg/value_loss")))
+    torch.distributed.barrier()
+    if worker.engine._log is not None:
+        worker.engine._log._file.close()
+        path.unlink()
+    return {"gradient": worst, "metrics": worst_of(of_metrics)}
+
+
+def critic_beside(verl: SimpleNamespace, flags: dict[str, Any], *, per_token: bool, steps: int) -> float:
+    """Largest difference of the gradients of verl's own critic from those of ours, without any option of ours."""
+    found = []
+    for engine in (verl.engine.MegatronEngineWithValueHead, None):
+        config = host.critic_config(verl, cliprange_value=CLIP, **flags)
+        worker = host.worker(verl, config, per_token=per_token, engine=engine)
+        assert hasattr(worker.engine, "_rows") == (engine is None)  # ours
+        train(verl, worker, with_values(batch(one_each=True)), steps)
+        found.append(worker.engine.optimizer.found)
+    pairs = [(ours[i], theirs[i]) for theirs, ours in zip(*found, strict=True) for i in theirs]
+    return worst_of(max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs))
+
+
 # --- filling rows, log-probability passes, refusals ---
 
 
@@ -428,9 +509,16 @@ def worker_configured(verl: SimpleNamespace) -> dict[str, Any]:
     settings = host.worker(verl, actor).engine._settings
     found["divisor"] = [settings.aggregation, settings.divisor]
     whole.distillation.enabled = True
-    for name, config in {"fsdp": fsdp.actor_rollout_ref.actor, "distillation": whole.distillation}.items():
+    theirs = verl.config.McoreCriticConfig(use_dynamic_bsz=True, model=SimpleNamespace(external_lib=None))
+    found["verl's own critic"] = [name for name in vars(theirs.engine) if "megatron_pg" in name]
+    model = SimpleNamespace(external_lib="megatron_pg.verl")
+    for name, make in {
+        "fsdp": lambda: convert(fsdp.actor_rollout_ref.actor),
+        "distillation": lambda: convert(whole.distillation),
+        "critic": lambda: verl.config.FSDPCriticConfig(use_dynamic_bsz=True, model=model),
+    }.items():
         try:
-            convert(config)
+            make()
         except ValueError as refused:
             found[name] = str(refused)
     return found
@@ -512,6 +600,16 @@ def figures() -> dict[str, Any]:
         found[layout] = {"cases": of_cases, "filled": filled(verl, kinds if full else [kinds[number % 4]])}
         if full or layout in ("dp2", "cp2"):
             found[layout]["floor"] = floor(verl)
+        critics = CRITICS if full else [CRITICS[number], CRITICS[-1 - number]]
+        critics = [each for each in critics if not (each[0] == "prompt_mean" and each[2] > 1)]
+        found[layout]["critics"] = {str(each): critic(verl, folder, *each) for each in critics}
+        kinds = [*itertools.product((False, True), STEPS)] if full else [(number % 2 == 0, 3)]
+        found[layout]["critics compared"] = [
+            critic_beside(verl, flags, per_token=per_token, steps=steps)
+            for flags in (THEIR_CRITICS if full else [THEIR_CRITICS[number % 3]])
+            for per_token, steps in kinds
+            if not (per_token and layout == "cp2")  # see `floor`
+        ]
         temperatures = (1.0, 0.7) if full else (0.7,)
         pairs = itertools.product(({}, {"fused": True}, {"padded": True}), temperatures)
         found[layout]["passes"] = [passes(verl, **kind, temperature=tau) for kind, tau in pairs]

@@ -26,6 +26,7 @@ from loop.routing_replay import MegatronReplay
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from rank_model import WIDTH
 from ranks import Case
 
@@ -50,6 +51,7 @@ class Trial:
 
     def __init__(self, case: Case):
         self.case, self.reports = case, []
+        MTPLossLoggingHelper.tracker.clear()  # Megatron's own log, for the number of depths of the first model
         replay = MegatronReplay() if "replay" in case.layout.options else None
         self.step = PolicyGradientStep(self.loss(), self.reports.append, routing_replay=replay)
         chunks = rank_model.build(case.layout, per_token=case.aggregation == "token_mean")

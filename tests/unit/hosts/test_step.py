@@ -85,6 +85,36 @@ def test_samples_in_any_order_and_cut_are_one_step(aggregation):
         assert torch.allclose(found, expected, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("cut", [[[0, 1, 2, 3, 4, 5]], [[3, 0], [5, 1, 4], [2]]])
+@pytest.mark.parametrize("aggregation", hosts.AGGREGATIONS)
+def test_a_critics_step_is_one_in_any_cut(aggregation, cut):
+    """From values as from a model's output, in float64 as the oracle."""
+    given = {**hosts.AGGREGATIONS[aggregation], "pg_value_clip": hosts.VALUE_CLIP}
+    loss = LossSettings.from_args(check("host", given, megatron={}, role="critic").args)
+    samples = hosts.with_returns(hosts.samples(), skips=False)
+    embedding, head = hosts.parameters(critic=True)
+
+    def work(rank: int):
+        mine, step = samples[rank::2], planned(loss, samples[rank::2])
+        values = [(embedding[sample.tokens] @ head[0]).clone().requires_grad_() for sample in mine]
+        for number, members in enumerate(cut):
+            local = step.slice(members, [len(mine[i].tokens) for i in members])
+            joined = torch.cat([values[i] for i in members])
+            total = step.logprobs_loss(local, joined) if number % 2 else step.loss(local, joined[:, None], None, 1.0)
+            total.backward()
+        return step.finish(reports=True).metrics, [each.grad for each in values]
+
+    (metrics, first), (again, second) = threads.run(2, work)
+    expected = hosts.of_critic(samples, hosts.Case(aggregation=aggregation))
+    assert metrics == again
+    assert {
+        name: pytest.approx(value, rel=1e-12) for name, value in expected.metrics.items()
+    }.items() <= metrics.items()
+    for k, (sample, slope) in enumerate(zip(samples, expected.gradients, strict=True)):
+        found = [first, second][k % 2][k // 2][-sample.response_length - 1 : -1]
+        assert torch.allclose(found, torch.from_numpy(slope), rtol=1e-12, atol=1e-14)
+
+
 def test_on_policy_ratios_are_exactly_one_and_the_gradient_equals_the_first_steps():
     loss, samples = settings(), hosts.samples()[:4]
 

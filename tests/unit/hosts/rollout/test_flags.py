@@ -18,9 +18,9 @@ OF_MILES = {  # what slime accepts, or does not have
 }
 
 
-def checked(host, given: dict):
+def checked(host, given: dict, role: str = "policy"):
     off = dict.fromkeys(("pg_clip_eps_low", "pg_clip_eps_high"))
-    return host.checked(rollout_hosts.arguments("slime", Case(), **off | given))
+    return host.checked(rollout_hosts.arguments("slime", Case(), **off | given), role)
 
 
 @pytest.mark.parametrize("host", BOTH)
@@ -47,6 +47,42 @@ def test_samples_of_slime_can_have_loss_terms_and_sampling_masks(given, ours, te
 def test_unsupported_flags_and_contradictions_are_refused(host, given, message):
     with pytest.raises(ArgumentError) as refused:
         checked(host, given)
+    assert message in str(refused.value)
+
+
+OF_POLICY = {"pg_objective": "gspo", "pg_correction": "icepop,high=2", "pg_denominator": "varied"}
+
+
+@pytest.mark.parametrize("host", BOTH)
+@pytest.mark.parametrize(
+    ("given", "clip"),
+    [({}, 0.2), ({"value_clip": 0.3}, 0.3), ({"pg_value_clip": 0.4}, 0.4), ({"value_clip": 0.3, **OF_POLICY}, 0.3)],
+)
+def test_a_critic_takes_its_clip_and_the_denominators_and_leaves_the_policys_flags_to_it(host, given, clip):
+    more = {"loss_aggregation": "constant", "loss_aggregation_divisor": 7.0, "pg_metrics": "with_entropy"}
+    given = {"use_critic": True, "advantage_estimator": "ppo", **more, **given}
+    critic, policy = (checked(host, given, role).args for role in ("critic", "policy"))
+    assert (critic.pg_role, critic.pg_value_clip, critic.loss_aggregation_divisor) == ("critic", clip, 7.0)
+    assert (critic.pg_objective, critic.pg_correction, critic.pg_metrics) == ("grpo", "none", "basic")
+    assert (policy.pg_role, policy.pg_value_clip, policy.pg_metrics) == ("policy", None, "with_entropy")
+    assert policy.pg_objective == given.get("pg_objective", "grpo")
+
+
+@pytest.mark.parametrize("host", BOTH)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"value_clip": 0.3, "pg_value_clip": 0.4}, "0.3, and --pg-value-clip 0.4 contradict each other"),
+        ({"value_clip": -1.0}, "--value-clip must be"),
+        ({"recompute_loss_function": True}, "--recompute-loss-function is not supported"),
+        ({"loss_type": "sft_loss"}, "--loss-type sft_loss is another loss"),
+        ({"loss_aggregation": "constant"}, "needs --loss-aggregation-divisor"),
+        ({"loss_aggregation": "prompt_mean", "global_batch_size": 6}, "a step would hold part of a prompt's samples"),
+    ],
+)
+def test_a_critics_contradictions_are_refused(host, given, message):
+    with pytest.raises(ArgumentError) as refused:
+        checked(host, {"use_critic": True, "advantage_estimator": "ppo", **given}, "critic")
     assert message in str(refused.value)
 
 

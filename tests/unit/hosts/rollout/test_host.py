@@ -62,6 +62,18 @@ def test_the_launcher_refuses_before_anything_is_started(installed, host, flag, 
 
 
 @pytest.mark.parametrize("host", HOSTS)
+def test_the_launcher_checks_the_critics_flags_too(installed, monkeypatch, host):
+    of_ppo = rollout_hosts.arguments
+    monkeypatch.setattr(rollout_hosts, "arguments", lambda *given, **more: of_ppo(*given, **more, value_clip=-1.0))
+    launch(host)
+    monkeypatch.setattr(
+        rollout_hosts, "arguments", lambda *given, **more: of_ppo(*given, **more, value_clip=-1.0, use_critic=True)
+    )
+    with pytest.raises(ArgumentError, match="--value-clip must be"):
+        launch(host)
+
+
+@pytest.mark.parametrize("host", HOSTS)
 def test_without_a_script_the_launcher_says_how_it_is_used(installed, host):
     with pytest.raises(SystemExit, match=f"usage: python3 -m megatron_pg.{host} train.py"):
         HOSTS[host].HOST.main([])
@@ -95,6 +107,26 @@ def test_a_second_init_changes_nothing(actor, host):
     first, trainer, iterators = dict(vars(args)), HOSTS[host].HOST.trainer, actor.get_data_iterator
     HOSTS[host].init(args)
     assert (vars(args), HOSTS[host].HOST.trainer, actor.get_data_iterator) == (first, trainer, iterators)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_the_role_of_a_process_is_known_where_its_model_is_built(actor, monkeypatch, tmp_path, host, role):
+    given = Case(objective="value")
+    of_host, module = HOSTS[host].HOST, sys.modules[f"{host}.backends.megatron_utils.actor"]
+    monkeypatch.setattr(trainer, "is_writer", lambda: True)
+    monkeypatch.setattr(of_host, "trainer", None)
+    module.initialize_model_and_optimizer = lambda args, role: ("the model of", role)
+    args = rollout_hosts.arguments(host, given, pg_metrics_file=str(tmp_path / "run" / "metrics.jsonl"))
+    losses = sys.modules[of_host.losses]
+    theirs = losses.value_loss_function
+    HOSTS[host].init(args)
+    assert of_host.trainer is None
+    assert module.initialize_model_and_optimizer(args, role) == ("the model of", role)
+    assert of_host.trainer.settings.is_critic == (role == "critic")
+    assert (losses.value_loss_function == theirs) == (role == "actor")
+    of_host.trainer._log._file.close()
+    assert of_host.trainer._log._file.path.name == {"actor": "metrics.jsonl", "critic": "metrics_critic.jsonl"}[role]
 
 
 def test_iterators_are_wrapped_once_for_several_runs_in_a_process(actor):

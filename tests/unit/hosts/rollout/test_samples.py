@@ -27,7 +27,7 @@ def rollout_of(tokens, values, **more) -> Rollout:
     }
     lengths = data.setdefault("response_lengths", [len(each) for each in values])
     data["loss_masks"] = [torch.ones(n, dtype=torch.int) for n in lengths]
-    return Rollout(data=data, rollouts_per_step="n", old_logprobs="log_probs", samples_per_prompt=2)
+    return Rollout(data=data, rollouts_per_step="n", samples_per_prompt=2)
 
 
 def prompts(indices, rollout_ids=(0, 1, 2, 3)) -> list:
