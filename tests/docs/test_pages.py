@@ -171,7 +171,7 @@ def test_the_navigation_has_every_page():
     named = re.findall(r": ((?:\w+/)?\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(named) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in PAGES[2:])
     ours = [page for page in named if not page.startswith("upstream/")]  # those are texts for other projects
-    assert sum(len((ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()) for page in ours) <= 3750
+    assert sum(len((ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()) for page in ours) <= 3760
 
 
 def test_the_page_of_the_drivers_counts_the_lines_that_are_not_the_hosts():

@@ -69,7 +69,7 @@ def faulty(folder, full):
 @pytest.mark.parametrize("group", [pytest.param(g, marks=pytest.mark.proof(g.row)) for g in GROUPS])
 def test_every_parameters_gradient_on_two_ranks_equals_that_of_one_process(results, group: Group, full, evidence):
     cases = group.cases(full)
-    evidence(cases=len(cases), worst=compare(*results, cases), tolerance=LIMIT)
+    evidence(cases=len(cases), worst=compare(*results, cases, group.limit), tolerance=group.limit)
     if group.has_metrics:
         compare_metrics(*results, cases, ranks=2)
 
@@ -78,7 +78,8 @@ def test_every_parameters_gradient_on_two_ranks_equals_that_of_one_process(resul
 @pytest.mark.parametrize("group", [pytest.param(g, marks=pytest.mark.proof(g.row_of_four)) for g in GROUPS if g.four])
 def test_every_parameters_gradient_on_four_ranks_equals_that_of_one_process(results, group: Group, tmp_path, evidence):
     with processes.finished([processes.start(4, tmp_path, group.four)]):
-        evidence(cases=len(group.four), worst=compare(tmp_path, results[1], group.four), tolerance=LIMIT)
+        worst = compare(tmp_path, results[1], group.four, group.limit)
+        evidence(cases=len(group.four), worst=worst, tolerance=group.limit)
         if group.has_metrics:
             compare_metrics(tmp_path, results[1], group.four, ranks=4)
 

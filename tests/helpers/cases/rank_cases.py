@@ -301,6 +301,7 @@ class Group:
     four: Sequence[str] = ()  # on four ranks, in the full tier
     row_of_four: str = ""
     has_metrics: bool = True  # which are compared, too
+    limit: float = LIMIT
 
     def cases(self, full: bool) -> list[str]:
         """On two ranks."""
@@ -342,7 +343,9 @@ GROUPS = [
         "Real ranks, critics: gradient and metrics on 2 ranks equal one process",
         CRITICS, CRITICS_FULL, CRITICS_4, "Real ranks, critics: gradient and metrics on 4 ranks equal one process",
     ),
-    Group("Multi-token prediction: every parameter's gradient on 2 ranks equals one process", MTP, MTP_FULL),
+    Group(  # a tied weight has the rounding of the embedding, the policy's logits and those of every depth
+        "Multi-token prediction: every parameter's gradient on 2 ranks equals one process", MTP, MTP_FULL, limit=3e-6
+    ),
     Group(
         "Megatron-FSDP: every parameter's gradient on 2 ranks equals one process", FSDP, FSDP_FULL, has_metrics=False
     ),
@@ -365,10 +368,11 @@ def references_of(cases: Iterable[str], oracles: Sequence[str] = ()) -> list[str
     return sorted({*map(reference_of, cases), *oracles, *(case.removesuffix("-oracle") for case in oracles)})
 
 
-def compare(folder, references, cases: list[str]) -> float:
+def compare(folder, references, cases: list[str], limit: float = LIMIT) -> float:
     """Worst gradient error of the cases; every case that misses the limit is named."""
     expected = {name: gradients(references, name) for name in set(map(reference_of, cases))}
-    return worst_of({case: worst_difference(gradients(folder, case), expected[reference_of(case)]) for case in cases})
+    errors = {case: worst_difference(gradients(folder, case), expected[reference_of(case)]) for case in cases}
+    return worst_of(errors, limit)
 
 
 def compare_oracles(references, oracles: Sequence[str]) -> float:
@@ -379,8 +383,8 @@ def compare_oracles(references, oracles: Sequence[str]) -> float:
     return worst_of({case: worst_difference(*pair) for case, pair in pairs.items()})
 
 
-def worst_of(errors: dict[str, float]) -> float:
-    assert {case: error for case, error in errors.items() if not error <= LIMIT} == {}
+def worst_of(errors: dict[str, float], limit: float = LIMIT) -> float:
+    assert {case: error for case, error in errors.items() if not error <= limit} == {}
     return max(errors.values())
 
 

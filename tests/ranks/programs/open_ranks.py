@@ -19,6 +19,7 @@ from pathlib import Path
 import ranks  # enables the CPU before Megatron is imported
 
 # isort: split
+import rank_faults
 import rank_model
 import torch
 from compare import OF_RANKS
@@ -66,6 +67,7 @@ class Trial:
 
     def loss(self) -> LossSettings:
         loss = ranks.settings(self.case.aggregation, self.case.layout.options)
+        loss = rank_faults.settings("gspo", loss) if "gspo" in self.case.fault else loss
         return replace(loss, terms=replace(loss.terms, further=(SFT,))) if "sft" in self.case.fault else loss
 
     def groups(self) -> list[list[Sample]]:

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import rollout_hosts
@@ -150,7 +151,8 @@ def test_releases_of_slime_have_their_logger_in_two_places(installed, monkeypatc
         slime.init(rollout_hosts.arguments("slime", Case()))
 
 
-def test_a_batch_that_miles_cuts_in_the_trainer_is_refused():
-    miles.HOST.next_data = {"tokens": []}
+def test_a_batch_that_miles_cuts_in_the_trainer_is_refused(monkeypatch):
+    monkeypatch.setattr(miles.HOST, "trainer", SimpleNamespace(plan=None))
+    monkeypatch.setattr(miles.HOST, "next_data", {"tokens": []})
     with pytest.raises(ValueError, match="the rollout data have no micro_batch_indices"):
         miles.before_train_step(rollout_hosts.arguments("miles", Case()), 0, 0)
