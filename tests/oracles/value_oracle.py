@@ -10,7 +10,7 @@ Generalized advantage estimation of the steps 0 … n - 1 of a trajectory, with 
 
     delta_k = r_k + gamma V_{k+1} - V_k,    A_k = sum_{j >= k} (gamma lambda)^(j - k) delta_j,    R_k = A_k + V_k
 
-Skipped masked tokens are no steps: the value after a step is that of the next trained token, and a masked token's
+Skipped masked tokens are not steps: the value after a step is that of the next trained token, and a masked token's
 reward belongs to the step before it.
 """
 

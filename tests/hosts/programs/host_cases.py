@@ -159,10 +159,10 @@ def samples(*, fan_out: bool = False, masked: int | None = 6) -> list[Sample]:
 def with_returns(found: Sequence[Sample], *, skips: bool) -> list[Sample]:
     """The samples with a critic's old values, and advantages and returns by GAE from a reward at the end.
 
-    `skips`: masked tokens are no steps.
+    `skips`: masked tokens are not steps.
     """
     rng, critics = random.Random(7), []
-    for sample, values in zip(found, _values(found), strict=True):
+    for sample, values in zip(found, critic_values(found, *parameters(critic=True)), strict=True):
         old = [float(np.float32(value + rng.uniform(-0.6, 0.6))) for value in values]
         rewards = [*[0.0] * (len(old) - 1), sample.reward]
         mask = sample.loss_mask.tolist() if skips else [1] * len(old)
@@ -176,10 +176,10 @@ def with_returns(found: Sequence[Sample], *, skips: bool) -> list[Sample]:
     return critics
 
 
-def _values(found: Sequence[Sample]) -> list[np.ndarray]:
-    """[R] each, of the toy in float64."""
-    embedding, head = (each.numpy() for each in parameters(critic=True))
-    return [embedding[sample.tokens[-sample.response_length - 1 : -1].numpy()] @ head[0] for sample in found]
+def critic_values(found: Sequence[Sample], embedding: Tensor, head: Tensor) -> list[np.ndarray]:
+    """[R] each, in float64, of a toy with an embedding [V, H] and a head [1, H]."""
+    table, row = embedding.double().numpy(), head.double().numpy()[0]
+    return [table[sample.tokens[-sample.response_length - 1 : -1].numpy()] @ row for sample in found]
 
 
 # --- the model ---
@@ -318,7 +318,12 @@ def expected(found: Sequence[Sample], case: Case, *, on_policy: bool = False) ->
 
 def of_critic(found: Sequence[Sample], case: Case) -> value_oracle.CriticResult:
     """Loss, gradients of the values and metrics of one optimizer step."""
-    documents = [
+    return value_oracle.run(critic_documents(found, *parameters(critic=True)), case.settings, VALUE_CLIP)
+
+
+def critic_documents(found: Sequence[Sample], embedding: Tensor, head: Tensor) -> list[value_oracle.CriticDocument]:
+    """The samples for the oracle, with the values of the toy with these weights."""
+    return [
         value_oracle.CriticDocument(
             values=values,
             old=sample.values.numpy(),
@@ -327,9 +332,8 @@ def of_critic(found: Sequence[Sample], case: Case) -> value_oracle.CriticResult:
             rollout_id=sample.rollout_id,
             prompt_id=sample.prompt_id,
         )
-        for sample, values in zip(found, _values(found), strict=True)
+        for sample, values in zip(found, critic_values(found, embedding, head), strict=True)
     ]
-    return value_oracle.run(documents, case.settings, VALUE_CLIP)
 
 
 def kept_of(sample: Sample) -> list[list[int]]:

@@ -24,7 +24,7 @@ import token_oracle
 import torch
 import value_oracle
 import verl_host as host
-from host_cases import through_head
+from host_cases import critic_documents, critic_values, through_head
 from megatron.core import parallel_state
 from step_oracle import Document, Settings
 from torch import Tensor
@@ -361,30 +361,15 @@ THEIR_CRITICS = [{}, {"loss_agg_mode": "seq-mean-token-mean"}, {"loss_agg_mode":
 def with_values(samples: Sequence[Sample]) -> list[Sample]:
     """The samples with a critic's old values and returns."""
     rng, found = random.Random(13), []
-    for sample, values in zip(samples, values_of(samples), strict=True):
+    for sample, values in zip(samples, critic_values(samples, *host.parameters(critic=True)), strict=True):
         old = [value + rng.uniform(-0.6, 0.6) for value in values]
         made = {"values": old, "returns": [rng.uniform(-1.0, 1.0) for _ in values]}
         found.append(replace(sample, **{k: torch.tensor(_float32(v)).double() for k, v in made.items()}))
     return found
 
 
-def values_of(samples: Sequence[Sample]) -> list[np.ndarray]:
-    embedding, head = (each.double().numpy() for each in host.parameters(critic=True))
-    return [embedding[sample.tokens[-sample.response_length - 1 : -1].numpy()] @ head[0] for sample in samples]
-
-
 def expected_of_critic(samples: Sequence[Sample], options: dict[str, Any]) -> tuple[list[Tensor], dict[str, float]]:
-    documents = [
-        value_oracle.CriticDocument(
-            values=values,
-            old=sample.values.numpy(),
-            returns=sample.returns.numpy(),
-            mask=sample.loss_mask.numpy(),
-            rollout_id=sample.rollout_id,
-            prompt_id=sample.prompt_id,
-        )
-        for sample, values in zip(samples, values_of(samples), strict=True)
-    ]
+    documents = critic_documents(samples, *host.parameters(critic=True))
     found = value_oracle.run(documents, settings_of({"pg_objective": "grpo", **options}), CLIP)
     inputs = [sample.tokens[-sample.response_length - 1 : -1].numpy() for sample in samples]
     slopes = [slope[:, None] for slope in found.gradients]
