@@ -81,11 +81,14 @@ EXPERIMENTS = {
         }.items()
     },
     "sampling": {
-        "top-p, mask": Arm("--train-iters 40 --top-p 0.9"),
-        "top-p, no mask": Arm("--train-iters 40 --top-p 0.9 --no-sampling-mask"),
-        "top-p, tis": Arm("--train-iters 40 --top-p 0.9 --no-sampling-mask --pg-correction tis,high=2"),
-        "top-k, mask": Arm("--train-iters 40 --top-k 8"),
-        "top-k, no mask": Arm("--train-iters 40 --top-k 8 --no-sampling-mask"),
+        name: Arm(f"{WORD_PROBLEMS} --train-iters 40 {flags}", "word_problems")
+        for name, flags in {
+            "top-p, mask": "--top-p 0.9",
+            "top-p, no mask": "--top-p 0.9 --no-sampling-mask",
+            "top-p, tis": "--top-p 0.9 --no-sampling-mask --pg-correction tis,high=2",
+            "top-k, mask": "--top-k 8",
+            "top-k, no mask": "--top-k 8 --no-sampling-mask",
+        }.items()
     },
     "microbatches": {
         "exact, 96 rows": Arm(TOKEN_MEAN, environment=FLOAT32),
