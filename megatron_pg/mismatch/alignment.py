@@ -9,6 +9,7 @@ from megatron_pg.mismatch.gap import Booleans, Floats, Gap, Integers
 from megatron_pg.mismatch.inference import binomial_tail, mean_over, p_above
 
 UNRELATED = 0.3  # rank correlation below which the sides are unrelated
+_CERTAIN = 0.05  # nats: less surprise is none
 _LARGEST = 3.0  # of d in e^d
 _POSITIONS = 128  # of a response, by which documents are compared
 _FEWEST = 32  # positions that two documents must share: unrelated ones correlate by 0.8 in fewer than one of 10^8 pairs
@@ -22,10 +23,16 @@ _BY_CHANCE = 1e-4  # share of documents that fit another's values so well and no
 
 
 def agreement(gap: Gap) -> float:
-    """Spearman's correlation of the two sides; 1 if a side is constant, as with a greedy engine."""
-    if min(np.ptp(gap.trainer), np.ptp(gap.engine)) < 1e-3 or (gap.engine < -0.05).mean() < 0.02:
+    """Spearman's correlation of the two sides where the engine is uncertain; 1 if a side is constant, as with a greedy
+    engine.
+
+    An engine that truncates has log q = 0 at every token that it left alone, which orders nothing.
+    """
+    uncertain = gap.engine < -_CERTAIN
+    sides = gap.trainer[uncertain], gap.engine[uncertain]
+    if uncertain.mean() < 0.02 or min(np.ptp(side) for side in sides) < 1e-3:
         return 1.0
-    ranks = [np.unique(side, return_inverse=True, return_counts=True)[1:] for side in (gap.trainer, gap.engine)]
+    ranks = [np.unique(side, return_inverse=True, return_counts=True)[1:] for side in sides]
     middle = [(np.cumsum(counts) - (counts - 1) / 2)[index] for index, counts in ranks]
     return float(np.corrcoef(middle[0], middle[1])[0, 1])
 

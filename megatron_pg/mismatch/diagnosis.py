@@ -24,6 +24,7 @@ class Diagnosis:
 
     tests: list[Answer]  # in the order in which they ran, one for each of CAUSES
     summary: dict[str, float]  # of d = log π - log q over all trained tokens
+    has_scale_of_rounding: bool
 
     @property
     def found(self) -> list[Answer]:
@@ -35,9 +36,8 @@ class Diagnosis:
         """`found`, `noise` (no more than rounding a model to bfloat16) or `unexplained`."""
         if self.found:
             return "found"
-        most = {"k3": _MOST_K3, "scale": spread.UNUSUAL_SCALE, "outliers": distribution.MOST_OUTLIERS}
-        is_small = all(self.summary[name] < limit for name, limit in most.items())
-        return "noise" if is_small else "unexplained"
+        is_small = self.summary["k3"] < _MOST_K3 and self.summary["outliers"] < distribution.MOST_OUTLIERS
+        return "noise" if is_small and self.has_scale_of_rounding else "unexplained"
 
     def document(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -92,7 +92,7 @@ def diagnose(gap: Gap, level: float = LEVEL, settings: Settings | None = None) -
     tests = course.tests
     if settings is not None:
         tests = against(settings, tests, has_sampling_mask=gap.has_sampling_mask)
-    return Diagnosis(tests, summarize(gap))
+    return Diagnosis(tests, summarize(gap), spread.is_of_rounding(gap))
 
 
 def _test_values(course: _Course) -> None:

@@ -60,32 +60,38 @@ def _blocks(gap: Gap) -> np.ndarray:
     return np.cumsum(np.diff(runs * 2**32 + (np.arange(len(runs)) - begin) // _BLOCK, prepend=-1) != 0) - 1
 
 
-def _distances(gap: Gap, lag: int, blocks: np.ndarray) -> tuple[Floats, np.ndarray]:
-    """Mean of min(|log π[t] - log q[t + lag]|, 1) of every block, and its number of pairs."""
-    size = int(blocks[-1]) + 1
+def _distances(gap: Gap, lag: int, blocks: np.ndarray) -> tuple[Floats, Floats]:
+    """Mean of min(|log π[t] - log q[t + lag]|, 1) of every block; and the same at lag 0: of the tokens t or of t + lag,
+    the smaller one.
+
+    A lag leaves out tokens at the ends of a block. If only those disagree, the block agrees at no other lag.
+    """
     t = np.arange(max(0, -lag), len(blocks) - max(0, lag))
     t = t[blocks[t] == blocks[t + lag]]
-    distance = np.minimum(np.abs(gap.trainer[t] - gap.engine[t + lag]), 1.0)
-    pairs = np.bincount(blocks[t], minlength=size)
-    return np.bincount(blocks[t], weights=distance, minlength=size) / np.maximum(pairs, 1), pairs
+    pairs = np.maximum(np.bincount(blocks[t], minlength=int(blocks[-1]) + 1), 1)
+
+    def mean(trainer: Integers, engine: Integers) -> Floats:
+        distance = np.minimum(np.abs(gap.trainer[trainer] - gap.engine[engine]), 1.0)
+        return np.bincount(blocks[t], weights=distance, minlength=len(pairs)) / pairs
+
+    return mean(t, t + lag), np.minimum(mean(t, t), mean(t + lag, t + lag))
 
 
 def shift(gap: Gap, level: float) -> tuple[Answer, Gap]:
     """Blocks of 32 consecutive tokens that agree at another lag but not at 0; the test, and the realigned tokens."""
     blocks = _blocks(gap)
-    here, pairs = _distances(gap, 0, blocks)
-    usable = (pairs >= 8) & (here > 0.1)
+    has_pairs = np.bincount(blocks) >= 8
     # Unrelated sides agree by chance in one block of a hundred, and then at any lag.
-    if not (pairs >= 8).any():
+    if not has_pairs.any():
         return cannot_tell("shift", "no document has 8 consecutive trained tokens"), gap
-    best, best_lag = 0.7 * here, np.zeros(len(here), int)
+    best, best_lag = np.full(len(has_pairs), np.inf), np.zeros(len(has_pairs), int)
     for lag in _LAGS:
-        there, _ = _distances(gap, lag, blocks)
-        better = usable & (there < best)
+        there, here = _distances(gap, lag, blocks)
+        better = has_pairs & (here > 0.1) & (there < np.minimum(best, 0.7 * here))
         best, best_lag = np.where(better, there, best), np.where(better, lag, best_lag)
     votes = {lag: int((best_lag == lag).sum()) for lag in _LAGS}
     lag = max(votes, key=votes.__getitem__)
-    total, others = int((pairs >= 8).sum()), sum(votes.values()) - votes[lag]
+    total, others = int(has_pairs.sum()), sum(votes.values()) - votes[lag]
     share, p = votes[lag] / total, binomial_tail(votes[lag], total, 0.01)
     is_large = share >= 0.02 and votes[lag] >= max(3, 3 * others)
     evidence = f"{share:.1%} of {total} blocks of {_BLOCK} tokens agree when the trainer's values move by {lag:+d}"

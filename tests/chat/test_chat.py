@@ -1,7 +1,7 @@
 """The chat example: a Llama model in Megatron, its engine, its tasks and its steps, on a CPU over gloo.
 
-They need transformers, in `.venv/chat` (`make .venv/chat`) or the folder CHAT. What runs on the pretrained model needs
-its file too, which `make prove PART=chat` downloads, and is in the full tier.
+What runs a model is in the full tier. It needs transformers, in `.venv/chat` (`make .venv/chat`) or the folder CHAT.
+What runs the pretrained model needs its file too, which `make prove PART=chat` downloads.
 """
 
 import json
@@ -22,12 +22,11 @@ PROGRAMS = Path(__file__).parent / "programs"
 FOLDER = Path(os.environ.get("CHAT", ROOT / ".venv" / "chat"))
 MODEL = Path(os.environ.get("MODEL", ROOT / ".venv/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"))
 LAYOUTS = ((1, 1), (2, 2))  # tensor- and pipeline-parallel ranks of the tiny models
-FAST = ((2, 1),)  # every rank imports transformers
 needs_transformers = pytest.mark.skipif(not FOLDER.is_dir(), reason="needs transformers: make .venv/chat, or CHAT=")
 needs_model = pytest.mark.skipif(
     not MODEL.exists(), reason="needs the pretrained model: make prove PART=chat, or MODEL="
 )
-in_full_tier = pytest.mark.full_tier("further models belong to `make prove`")
+in_full_tier = pytest.mark.full_tier("a model for transformers belongs to `make prove`")
 FLOATS = ("torch.float32", "torch.bfloat16")
 
 
@@ -51,14 +50,14 @@ def _tiny(folder: Path, *, tied: bool) -> Path:
 
 @launches.launch
 def tiny(folder, full):
-    """What the ranks of the layouts found: tied embeddings, and in the full tier untied ones too."""
+    """What the ranks of the layouts found, of tied and untied embeddings."""
     if not FOLDER.is_dir():
         return None
     return {
         (tied, layout): _on_ranks(model, folder / f"{tied}-{layout}.json", *layout)
-        for tied in ((True, False) if full else (True,))
+        for tied in (True, False)
         for model in [_tiny(folder / f"tied-{tied}", tied=tied)]
-        for layout in (LAYOUTS if full else FAST)
+        for layout in LAYOUTS
     }
 
 
@@ -91,7 +90,11 @@ def experiment(folder, full):
 
     arms = ("int8, tis", "int4, rejection", "top-p, mask", "top-p, no mask", "means of 4", "both")
     names = ("quantized", "sampling", "microbatches", "distillation")
-    printed = [evidence("start", "times_table"), evidence("run", *names, arms=arms), evidence("run", *names, arms=arms)]
+    printed = [
+        evidence("start", "times_table", "word_problems"),
+        evidence("run", *names, arms=arms),
+        evidence("run", *names, arms=arms),
+    ]
     printed.append(evidence("run", "sft", arms=("sft + rl",), flags="--demonstrations 4"))
     table = evidence("show", *names, "sft")
     found = {name: json.loads((runs / f"{name}.json").read_text(encoding="utf-8")) for name in (*names, "sft")}
@@ -121,6 +124,7 @@ def everywhere(tiny, pretrained):
     return [*tiny.values(), *([pretrained[2]] if pretrained else [])]
 
 
+@in_full_tier
 @needs_transformers
 @pytest.mark.proof(
     "Chat: weights of a Llama model into Megatron and back under TP and PP, tensor by tensor, bit for bit"
@@ -131,6 +135,7 @@ def test_the_round_trip_of_weights_is_bit_equal(everywhere, evidence):
     evidence(cases=sum(found["tensors"] for found in compared))
 
 
+@in_full_tier
 @needs_transformers
 @pytest.mark.proof(
     "Chat: log-probabilities of packed rows in Megatron equal transformers' one by one, float32, in nats"
@@ -140,6 +145,7 @@ def test_logprobs_of_packed_rows_equal_those_of_transformers(everywhere, evidenc
     evidence(cases=len(worst), worst=max(worst), tolerance=1e-4)
 
 
+@in_full_tier
 @needs_transformers
 def test_in_bfloat16_neither_implementation_is_further_from_float32(everywhere):
     for found in everywhere:
@@ -160,6 +166,7 @@ def test_logits_of_the_pretrained_model_agree(pretrained, evidence):
     evidence(cases=200, worst=found["torch.float32"]["logits"][0], tolerance=1e-4)
 
 
+@in_full_tier
 @needs_transformers
 @pytest.mark.proof("Chat: the engine's log-probabilities of its samples equal the trainer's after a refresh, in nats")
 def test_the_engine_samples_from_the_trainers_weights(everywhere, evidence):
@@ -167,6 +174,7 @@ def test_the_engine_samples_from_the_trainers_weights(everywhere, evidence):
     evidence(cases=10 * len(worst), worst=max(worst), tolerance=1e-4)
 
 
+@in_full_tier
 @needs_transformers
 def test_a_quantized_engine_samples_from_other_weights(everywhere):
     for found in everywhere:
@@ -178,6 +186,7 @@ def test_a_quantized_engine_samples_from_other_weights(everywhere):
         assert all(found["engine"][f"texts_{name}"] > 5 for name in ("equal", "int8", "int4"))
 
 
+@in_full_tier
 @needs_transformers
 def test_conversations_of_several_turns_are_those_of_the_chat_template(everywhere):
     for found in everywhere:
@@ -226,7 +235,7 @@ def test_steps_do_not_depend_on_the_layout(layouts, evidence):
 @needs_transformers
 def test_an_experiment_trains_what_is_missing_and_keeps_the_log_ratios(experiment):
     (start, first, again, _), table, found, _ = experiment
-    assert start == "times_table: done\n"
+    assert start == "times_table: done\nword_problems: done\n"
     assert first.count(": done\n") == 6
     assert again.count(": done before\n") == 6
     assert "| int8, tis | 1 |" in table

@@ -1,6 +1,7 @@
-"""Open steps on real ranks over gloo: gradient and report of the closed step and of one process."""
+"""Open steps on real ranks over gloo, against the closed step and one process; steps with `--pg-entropy-target`."""
 
 import itertools
+import json
 
 import launches
 import processes
@@ -22,6 +23,12 @@ FULL_4 = crossed("dp2pp2 dp2tp2s dp2cp2t", "sample_mean token_mean", ". fused")
 SCRIPT = "open_ranks.py"
 STEPS = ("", "-open0", "-open1", "-exact")
 OTHERS = ("dp2-sample_mean-faults", "tp2-token_mean-faults", "dp2-sample_mean-memory")
+ENTROPY = words("dp2-sample_mean-entropy cp2t-token_mean-entropy-gspo pp2-constant-fused-entropy")
+ENTROPY_FULL = [
+    *ENTROPY,
+    *crossed("dp2t tp2s cp2 pp2v", "sample_mean token_mean", "entropy fused-entropy entropy-gspo"),
+]
+TARGET, STEP, MOST, FIRST = 2.2, 0.04, 0.1, 0.05  # of the entropy cases
 
 
 def references(cases: list[str]) -> list[str]:
@@ -33,7 +40,8 @@ def references(cases: list[str]) -> list[str]:
 def results(folder, full):
     """The folders of two ranks and of one."""
     two, one, cases = folder / "two", folder / "one", sorted(FULL if full else FAST)
-    runs = processes.start(1, one, references(cases)), processes.start(2, two, [*cases, *OTHERS], script=SCRIPT)
+    of_two = [*cases, *OTHERS, *(ENTROPY_FULL if full else ENTROPY)]
+    runs = processes.start(1, one, references(cases)), processes.start(2, two, of_two, script=SCRIPT)
     with processes.finished(runs):
         return two, one
 
@@ -107,3 +115,43 @@ def test_memory_does_not_grow_with_adds(results, evidence):
         (step,) = {after - before for before, after in itertools.pairwise(found["bytes"])}
         assert 72 * found["samples"] < step < 72 * found["samples"] + 2 * 1024
         evidence(cases=20)
+
+
+# --- --pg-entropy-target ---
+
+
+def coefficients_of(entropies: list[float]) -> list[tuple[float, float]]:
+    """c and η of every step and of the one after the last, from the steps' entropies."""
+    found, c, eta = [], FIRST, FIRST
+    for e in entropies:
+        found.append((c, eta))
+        if e < TARGET:
+            c = min(c + STEP, MOST)
+        if e > TARGET:
+            c = max(c - STEP, 0.0)
+        eta = c if e <= TARGET else 0.0
+    return [*found, (c, eta)]
+
+
+@pytest.mark.proof(
+    "Adaptive entropy coefficient, 2 ranks: the rule's sequence on every rank, each step's gradient that of the "
+    "constant coefficient bit for bit, resumed in the middle (steps)"
+)
+def test_every_step_has_the_coefficient_of_the_rule_on_every_rank(results, full, evidence):
+    cases, num_steps = ENTROPY_FULL if full else ENTROPY, 0
+    for case in cases:
+        found, other = (json.loads((results[0] / f"{case}.{rank}.json").read_text()) for rank in range(2))
+        assert other == found  # the program compares the gradients
+        is_dp = case.startswith("dp2")
+        assert ("terms" if is_dp else "step plan differs between ranks 0 and 1") in found["message"]
+        records = found["steps"]
+        expected = coefficients_of([record["entropy_mean"] for record in records])
+        assert [record["entropy_coef"] for record in records] == [eta for _, eta in expected[:-1]]
+        assert [record["state"]["entropy_coef"] for record in records] == [c for c, _ in expected[1:]]
+        for record, (_, eta) in zip(records, expected, strict=False):
+            assert record["state"]["entropy"] == record["entropy_mean"]
+            assert record["loss"] == pytest.approx(record["pg_loss"] - eta * record["entropy_loss"], rel=1e-6)
+        assert {0.0, MOST} < {c for c, _ in expected}
+        assert any(eta == 0 < c for c, eta in expected)
+        num_steps += len(records)
+    evidence(cases=num_steps)

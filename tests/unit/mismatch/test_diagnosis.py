@@ -220,6 +220,24 @@ def test_dropout_varies_where_the_tokens_so_far_are_the_same(world):
     assert diagnose(fine).found == []
 
 
+@pytest.mark.parametrize(
+    ("shape", "verdict"),
+    [("rounding", "noise"), ("weights", "unexplained"), ("dropout", "found"), ("alone", "unexplained")],
+)
+def test_what_a_trained_policys_rounding_looks_like(shape, verdict):
+    """A scale of 0.1 nats is rounding if d does not repeat at the same tokens, but does with the same tokens so far."""
+    logits, tokens, rng = contexts(23)
+    prompt, position = np.arange(6000) // 40, np.arange(6000) % 10
+    place = np.where(position < 3, prompt * 10 + position, 10_000 + np.arange(6000))  # four samples start alike
+    first = np.unique(place, return_inverse=True)[1]
+    engine = logprobs(logits, tokens)[first]
+    pair = rng.integers(0, 300, 6000)[first]
+    same = {"weights": pair, "dropout": np.arange(6000)}.get(shape, first)
+    gap = gap_from(engine, near(engine, rng.normal(0, 0.1, 6000)[same]), documents=600, ids=tokens[first])
+    result = diagnose(replace(gap, pair=pair, place=None if shape == "alone" else place.astype(np.uint64)))
+    assert (result.verdict, {test.cause for test in result.found} - {"dropout"}) == (verdict, set())
+
+
 @pytest.mark.parametrize("scale", [0.4, 2.6])
 def test_a_spread_beyond_rounding_is_no_head(scale):
     logits, tokens, rng = contexts(18)
@@ -311,6 +329,21 @@ def test_the_kept_mass_is_estimated(choose):
     assert test.estimate["kept"] == pytest.approx(mass, abs=0.005)
 
 
+def test_an_engine_that_leaves_one_token_at_most_places_is_related_to_its_trainer():
+    """A trained policy at top-p 0.9: log q is 0 at most tokens, where log π has only noise."""
+    logits, _, rng = contexts(24)
+    certain = rng.random(len(logits)) < 0.9
+    logits[certain, rng.integers(0, logits.shape[1], certain.sum())] += 14
+    kept = top_p(0.9)(torch.from_numpy(logits)).numpy()
+    tokens = (kept + rng.gumbel(size=kept.shape)).argmax(-1)
+    trainer = near(logprobs(logits, tokens), rng.normal(0, 0.02, len(tokens)))
+    gap = gap_from(logprobs(kept, tokens), trainer, ids=tokens)
+    assert (gap.engine == 0).mean() > 0.8
+    assert alignment.agreement(gap) > 0.8
+    assert {test.cause for test in diagnose(gap).found} == {"truncation"}
+    assert alignment.agreement(replace(gap, trainer=rng.permutation(gap.trainer))) < 0.1
+
+
 @pytest.mark.parametrize("side", ["trainer", "engine"])
 def test_padded_columns_of_either_side(side):
     logits, tokens, rng = contexts(12)
@@ -337,6 +370,19 @@ def test_a_shift_is_measured_and_undone(lag):
     for name in ("engine", "trainer", "ids", "position", "document"):
         np.testing.assert_array_equal(getattr(undone, name), getattr(inside, name))
     assert values.shift(undone, LEVEL)[0].outcome == "not found"
+
+
+@pytest.mark.parametrize("side", ["trainer", "engine"])
+@pytest.mark.parametrize("token", [0, 1, 8, 9])
+def test_a_token_at_the_end_of_short_answers_is_no_shift(side, token):
+    """Any lag leaves it out, and the certain tokens agree at every lag."""
+    rng = np.random.default_rng(25)
+    engine, trainer = -rng.exponential(1e-3, (2, 200, 10))
+    {"trainer": trainer, "engine": engine}[side][:60, token] -= 8.0
+    gap = gap_from(engine.ravel(), trainer.ravel(), documents=200)
+    test, same = values.shift(gap, LEVEL)
+    assert (test.outcome, test.estimate["share"]) == ("not found", 0)
+    assert same is gap
 
 
 def test_holes_in_the_loss_mask_are_no_neighbours():
