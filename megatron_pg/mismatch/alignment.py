@@ -9,7 +9,7 @@ from megatron_pg.mismatch.gap import Booleans, Floats, Gap, Integers
 from megatron_pg.mismatch.inference import binomial_tail, mean_over, p_above
 
 UNRELATED = 0.3  # rank correlation below which the sides are unrelated
-_CERTAIN = 0.05  # nats: less surprise is none
+_CERTAIN = 0.05  # nats of surprise: a token with less is certain
 _LARGEST = 3.0  # of d in e^d
 _POSITIONS = 128  # of a response, by which documents are compared
 _FEWEST = 32  # positions that two documents must share: unrelated ones correlate by 0.8 in fewer than one of 10^8 pairs

@@ -8,8 +8,8 @@ from megatron_pg.mismatch.inference import mean_over, p_above
 from megatron_pg.mismatch.noise import bins_of, noise_of
 from megatron_pg.mismatch.repeats import BY_CHANCE, OF_WEIGHTS, Share, at_pairs, at_places, shown
 
-MOST_SCALE = 0.04  # nats: a whole model in bfloat16 stays below before RL; the uncertain tokens of a trained one do not
-UNUSUAL_SCALE = 1.5 * MOST_SCALE  # nats
+MOST_SCALE = 0.04  # nats: many models in bfloat16 stay below; a small chat model had 0.06
+UNUSUAL_SCALE = 1.5 * MOST_SCALE  # nats: a model that has not been trained by RL stays below
 _MOST_OF_HEAD = 0.15  # nats: bfloat16 logits up to 64 on both sides err by 0.1, eight-bit activations by up to this
 _MOST_TAIL = 3.6  # 99 % quantile of |d| over its median: 2 if uniform, 3.1 for two such errors, 3.8 if normal
 _VARIES = 0.4  # of the variance of d, between samples with the same tokens so far; dropout has 0.5 to 0.9
@@ -37,10 +37,11 @@ def head_precision(gap: Gap, rounding: Floats, level: float) -> Answer:
 
 
 def is_of_rounding(gap: Gap) -> bool:
-    """Whether d has a scale that rounding a model to bfloat16 can have.
+    """Whether rounding a model to bfloat16 explains the scale of d.
 
-    Below 0.06 nats, it has. A trained policy's uncertain tokens reach 0.14 nats: up to 0.15, d must not repeat at the
-    same tokens, as with other weights, and log π must not vary with the same tokens so far, as with dropout.
+    It does below 0.06 nats. The uncertain tokens of a trained policy reach 0.14 nats. From 0.06 to 0.15 nats, d must
+    not repeat at the same tokens, as with other weights, and log π must not vary with the same tokens so far, as with
+    dropout.
     """
     scale = noise_of(gap).level
     if scale < UNUSUAL_SCALE or scale >= _MOST_OF_HEAD:
