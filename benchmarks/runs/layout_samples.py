@@ -1,4 +1,5 @@
-"""Rollouts with a reference policy, a teacher and a rollout engine, whose numbers are random; of gpu_layouts.py.
+"""Rollouts with a reference policy, a teacher, a rollout engine and a critic, whose numbers are random; of
+gpu_layouts.py.
 
 Layouts are compared on them with each other, so the numbers need no model, and only have to be the same everywhere.
 """
@@ -36,4 +37,6 @@ def scored(sample: Sample, generator: torch.Generator) -> Sample:
     scores = (2 * torch.randn(length, VOCABULARY, generator=generator)).log_softmax(dim=1)
     logprobs, ids = scores.topk(TOP_K, dim=1)
     entropies = 0.5 + 1.5 * torch.rand(length, generator=generator).double()
-    return replace(sample, **near, old_entropies=entropies, teacher_topk=TokenSets(ids=ids.int(), logprobs=logprobs))
+    critic = {name: torch.randn(length, generator=generator).double() for name in ("values", "returns")}
+    topk = TokenSets(ids=ids.int(), logprobs=logprobs)
+    return replace(sample, **near, **critic, old_entropies=entropies, teacher_topk=topk)
