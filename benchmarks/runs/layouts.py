@@ -26,6 +26,7 @@ DYNAMIC, OPEN = {"DYNAMIC_CP": "1"}, {"OPEN_STEP": "1"}  # layout_run.py reads t
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 CRITIC = (
     *("--pg-role", "critic", "--pg-value-clip", "0.5", "--pg-metrics", "basic"),
+    *("--lr", "1e-5", "--min-lr", "1e-5"),  # with more, all values pass the returns in one step
     "--untie-embeddings-and-output-weights",  # a value head has its own weight
 )
 
