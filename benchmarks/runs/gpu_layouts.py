@@ -6,7 +6,8 @@
 One GPU samples rollouts and trains on them; every layout then trains on the same rollouts from the same weights,
 through examples/launch_gpu.sh and Megatron's pretrain(). A layout of a mixture of experts is compared with one GPU of
 the same model, steps of documents over two data-parallel ranks with each other: how many documents a rank gives to a
-step depends on the number of ranks. Several runs share a GPU, so their times mean nothing: for those, throughput.py.
+step depends on the number of ranks. An open step is compared with the closed one, a critic with itself on one GPU.
+Several runs share a GPU, so their times mean nothing: for those, throughput.py.
 
 A run that --out holds is not repeated, so a second call continues after --minutes are over. Remove its folder to repeat
 it. Reference and teacher are random (layout_samples.py): only the difference between layouts has a meaning.
@@ -150,7 +151,7 @@ def read(folder: Path) -> Row:
     """Losses and gradient norms of the steps, and peak memory."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
-        "loss": [r["pg_loss"] for r in records],
+        "loss": [r["value_loss" if "value_loss" in r else "pg_loss"] for r in records],
         "grad_norm": [r["grad_norm"] for r in records],
         "gib": max(int(path.read_text()) for path in folder.glob("peak.*")) / 2**30,
     }

@@ -2,7 +2,7 @@
 
 A parameter's values follow from its global name alone, so that runs on other numbers of GPUs start from the same model.
 At the end every rank's peak memory is written to the run's folder. With DYNAMIC_CP in the environment, and
---docs-per-step, every micro-batch has its own context-parallel ranks.
+--docs-per-step, every micro-batch has its own context-parallel ranks. With OPEN_STEP every step is an open step.
 """
 
 import hashlib
@@ -18,11 +18,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import train_grpo
 from cpu.hybrid_layers import HybridModel
+from layout_open import in_open_step
 from loop.rollout_documents import groups_of, skip_documents
 from megatron.core import parallel_state as mpu
 from megatron.training import get_args
 
-from megatron_pg import Documents, read_rollouts
+from megatron_pg import Documents, PolicyGradientStep, add_value_head, read_rollouts
 
 
 def global_name(model, name: str) -> str:
@@ -61,11 +62,12 @@ def fill(model) -> None:
 
 
 class SameEverywhere(train_grpo.Example):
-    """The example with those weights."""
+    """The example with those weights, and a value head for a critic."""
 
     def model_provider(self, *positional, **keywords):
         """The example's model, filled."""
         model = super().model_provider(*positional, **keywords)
+        model = add_value_head(model) if get_args().pg_role == "critic" else model
         fill(model)
         return model
 
@@ -87,6 +89,8 @@ def write_peak(folder: Path) -> None:
 
 if __name__ == "__main__":
     train_grpo.Example = SameEverywhere
+    if "OPEN_STEP" in os.environ:
+        PolicyGradientStep.forward_backward = in_open_step
     if "DYNAMIC_CP" in os.environ:
         train_grpo.Example, train_grpo.pretrain = SharedDocuments, partial(train_grpo.pretrain, dynamic_cp=True)
     train_grpo.main()

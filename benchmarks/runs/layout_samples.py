@@ -1,4 +1,5 @@
-"""Rollouts with a reference policy, a teacher and a rollout engine, whose numbers are random; of gpu_layouts.py.
+"""Rollouts with a reference policy, a teacher, a rollout engine and a critic, whose numbers are random; of
+gpu_layouts.py.
 
 Layouts are compared on them with each other, so the numbers need no model, and only have to be the same everywhere.
 """
@@ -15,6 +16,7 @@ VOCABULARY = 12  # of digit_sort
 TOP_K = 4
 # Largest for the teacher. Old log-probabilities that are the policy's own would leave signs of kl_cov to rounding.
 DISTANCES = {"old_logprobs": 0.05, "ref_logprobs": 0.2, "teacher_logprobs": 0.5, "rollout_logprobs": 0.1}
+MIDDLES = {"values": 0.0, "returns": 1.0}  # apart: the gradient of errors that cancel would be rounding
 
 
 def write_scored(source: Path, target: Path) -> Path:
@@ -36,4 +38,6 @@ def scored(sample: Sample, generator: torch.Generator) -> Sample:
     scores = (2 * torch.randn(length, VOCABULARY, generator=generator)).log_softmax(dim=1)
     logprobs, ids = scores.topk(TOP_K, dim=1)
     entropies = 0.5 + 1.5 * torch.rand(length, generator=generator).double()
-    return replace(sample, **near, old_entropies=entropies, teacher_topk=TokenSets(ids=ids.int(), logprobs=logprobs))
+    critic = {name: middle + torch.randn(length, generator=generator).double() for name, middle in MIDDLES.items()}
+    topk = TokenSets(ids=ids.int(), logprobs=logprobs)
+    return replace(sample, **near, **critic, old_entropies=entropies, teacher_topk=topk)

@@ -22,7 +22,13 @@ TERMS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 DOCUMENTS = ("--docs-per-step", "256")
 ENGINE = ("--transformer-impl", "transformer_engine")
 SEQUENCES = ("--pg-objective", "gspo", "--pg-clip-eps-low", "1", "--pg-clip-eps-high", "1e6")  # no bound for noise
-DYNAMIC = {"DYNAMIC_CP": "1"}  # layout_run.py reads it
+DYNAMIC, OPEN = {"DYNAMIC_CP": "1"}, {"OPEN_STEP": "1"}  # layout_run.py reads them
+OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
+CRITIC = (
+    *("--pg-role", "critic", "--pg-value-clip", "0.5", "--pg-metrics", "basic"),
+    *("--lr", "1e-5", "--min-lr", "1e-5"),  # with more, all values pass the returns in one step
+    "--untie-embeddings-and-output-weights",  # a value head has its own weight
+)
 
 
 class Layout(NamedTuple):
@@ -50,6 +56,8 @@ FEATURES = {  # name: rollouts, further flags
     "kl_cov": ("scored", ("--pg-correction", "kl_cov,fraction=0.05")),
     "m2po": ("scored", ("--pg-correction", "m2po,high=0.004")),
     "top_entropy": ("scored", ("--pg-correction", "top_entropy")),
+    "entropy target": ("plain", ("--pg-entropy-coef", "0.05", "--pg-entropy-target", "2.45,step=0.02,max=0.1")),
+    "critic": ("scored", CRITIC),
 }
 PLACES = {  # name: processes, environment
     "1 GPU": (1, {}),
@@ -69,6 +77,7 @@ NOT_COVERED = {
     "teacher's whole distributions (`full_…`)": "needs hidden states of a teacher, which the example does not record",
     "routing replay": "needs routed experts, which the example does not record",
     "FP8": "needs Transformer Engine and layers that the example does not build",
+    "whitened advantages": "the example has no flag for `whiten_advantages`, which gives the same bits in every layout",
     "several hosts": "this script starts one",
 }
 OF_THE_LOSS = {  # processes, environment, further flags, what it is compared with
@@ -76,10 +85,12 @@ OF_THE_LOSS = {  # processes, environment, further flags, what it is compared wi
     "1 GPU, --fp32-lm-head": (1, {}, ("--fp32-lm-head",), "1 GPU"),
     "1 GPU, --pg-fused-head": (1, {}, ("--pg-fused-head",), "1 GPU"),
     "DP2": (2, {}, (), "1 GPU"),
-    "DP2, overlapped": (2, {}, ("--overlap-grad-reduce", "--overlap-param-gather"), "1 GPU"),
+    "DP2, overlapped": (2, {}, OVERLAP, "1 GPU"),
+    "DP2, overlapped, open step": (2, OPEN, OVERLAP, "1 GPU"),
     "TP2": (2, {"TP": "2"}, (), "1 GPU"),
     "TP2 + SP": (2, {"TP": "2", "SP": "1"}, (), "1 GPU"),
     "TP2 + SP, --pg-fused-head": (2, {"TP": "2", "SP": "1"}, ("--pg-fused-head",), "1 GPU"),
+    "TP2 + SP, --pg-fused-head, open step": (2, {"TP": "2", "SP": "1", **OPEN}, ("--pg-fused-head",), "1 GPU"),
     "PP2": (2, {"PP": "2"}, (), "1 GPU"),
     "PP2, two virtual stages": (2, {"PP": "2"}, ("--num-layers-per-virtual-pipeline-stage", "1"), "1 GPU"),
     "CP2": (2, {"CP": "2"}, (), "1 GPU"),
@@ -158,4 +169,8 @@ LAYOUTS |= {
     f"{place}, --pg-fused-head {mode}": Layout(*PLACES[place], flags, "1 GPU")
     for mode, flags in HEADS.items()
     for place in HEAD_PLACES
+}
+LAYOUTS |= {
+    f"{place}, open step": Layout(processes, environment | OPEN, (), "1 GPU")
+    for place, (processes, environment) in PLACES.items()
 }

@@ -4,6 +4,7 @@ import json
 import math
 
 import gpu_layouts
+import layout_open
 import layout_samples
 import lost_jobs
 import pytest
@@ -11,7 +12,7 @@ import records
 import several_gpus
 import throughput
 import torch
-from layouts import ENGINE, LAYOUTS, SAMPLED, Layout
+from layouts import ENGINE, LAYOUTS, PLACES, SAMPLED, Layout
 from records import FAILED, NOT_RUN, OUT_OF_TIME, Deadline, Machine
 
 from megatron_pg import RolloutWriter, Sample, read_rollouts
@@ -192,6 +193,41 @@ def test_layouts_divide_and_have_a_reference_with_the_same_rollouts(tmp_path):
     assert len({gpu_layouts.folder_of(name, tmp_path) for name in LAYOUTS}) == len(LAYOUTS)
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_open_steps_and_critics_run_at_every_place(place):
+    opened, critic = LAYOUTS[f"{place}, open step"], LAYOUTS[f"{place}, critic"]
+    assert {"OPEN_STEP": "1", **critic.environment} == opened.environment
+    assert opened.flags == LAYOUTS[opened.reference].flags == ()
+    assert "OPEN_STEP" not in LAYOUTS[opened.reference].environment
+    assert critic.reference == "1 GPU, critic"
+
+
+@pytest.mark.parametrize(("rank", "sizes"), [(0, [1, 2, 1]), (1, [2, 1, 1])])
+def test_an_open_step_trains_every_microbatch_in_adds_that_differ_by_rank(rank, sizes, monkeypatch):
+    parts = []
+
+    class Opened:
+        add = close = staticmethod(parts.append)
+
+    class Step:
+        def open_step(self, model, **given):
+            assert model == "model"
+            assert given == {"expected": layout_open.EXPECTED, "weight_version": 7, "seq_length": 12}
+            return Opened()
+
+    monkeypatch.setattr(layout_open.mpu, "get_data_parallel_rank", lambda: rank)
+    call = {"model": "model", "data_iterator": iter(range(9)), "num_microbatches": 4, "seq_length": 12}
+    assert layout_open.in_open_step(Step(), None, weight_version=7, **call) == [{}]
+    assert list(map(len, parts)) == sizes
+    assert [batch for part in parts for batch in part] == [0, 1, 2, 3]
+
+
+def test_the_loss_of_a_critic_is_read(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"value_loss": 0.5, "grad_norm": 2.0}\n')
+    (tmp_path / "peak.0").write_text("0")
+    assert gpu_layouts.read(tmp_path) == {"loss": [0.5], "grad_norm": [2.0], "gib": 0.0}
+
+
 @pytest.fixture
 def ran(monkeypatch):
     """The folders in which a layout was launched; each run succeeds and leaves its files."""
@@ -264,6 +300,7 @@ def test_scored_samples_are_the_same_in_every_call_and_can_be_read(tmp_path):
         assert sample.teacher_topk.ids.shape == (2, layout_samples.TOP_K)
         assert (sample.old_logprobs < torch.tensor([-1.0, -2.0])).all()
         assert sample.ref_logprobs.shape == sample.rollout_logprobs.shape == (2,)
+        assert sample.values.shape == sample.returns.shape == (2,)
 
 
 @pytest.mark.parametrize("gpus", [2, 4, 8])
