@@ -41,11 +41,11 @@ class _PerToken(NamedTuple):
     policy: Tensor
     log_ratios: Tensor
     slope: Tensor  # derivatives by log π
-    bend: Tensor | None = None  # and by H
-    kl: Tensor | None = None
-    sequence_log_ratios: Tensor | None = None
-    sequence_advantages: Tensor | None = None
-    kept: Tensor | None = None
+    bend: Tensor | None  # and by H
+    kl: Tensor | None
+    sequence_log_ratios: Tensor | None
+    sequence_advantages: Tensor | None
+    kept: Tensor | None
 
 
 def surrogate_loss(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> PolicyGradientLoss:
@@ -96,8 +96,8 @@ def _evaluate(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> _Pe
     sequences, of_sequences = SequencePointers(mask, mask, mask), {"OPSM": False, "ONE_WEIGHT": False}
     if terms.reads_sequences:
         sequences, of_sequences = sequence_fields(policy_loss, logprobs)
-    is_found = True, True, True, True, known.bonus is not None, known.kl is not None
-    is_found += of_objective, of_objective, terms.opsm_anchor is not None
+    is_found = [True, True, True, True, known.bonus is not None, known.kl is not None]
+    is_found += [of_objective, of_objective, terms.opsm_anchor is not None]
     count = len(is_found) - is_found[::-1].index(True)  # fields up to the last one that is found
     out = torch.empty(count, rows, dtype=torch.float32, device=logprobs.device)
     if rows:
@@ -106,7 +106,8 @@ def _evaluate(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> _Pe
         options = known.constants | {"SEQUENCES": terms.reads_sequences} | of_sequences | FUSED
         launch = surrogate_kernel[(-(-rows // BLOCK),)]
         launch(*read, out, rows, sequences.sums.shape[-1], *numbers, **options, BLOCK=BLOCK)
-    return _PerToken(*(values if found else None for values, found in zip(out.unbind(), is_found, strict=False)))
+    values = out.unbind()
+    return _PerToken._make(values[i] if found else None for i, found in enumerate(is_found))
 
 
 @triton.jit

@@ -140,9 +140,9 @@ def statistics(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabu
 def _read(
     logits: Tensor, targets: Tensor, mask: Tensor, results: Tensor, vocabulary: Vocabulary, *, whole: bool
 ) -> None:
-    rows, options = logits.shape[0], READ.options(logits)
+    rows, kind = logits.shape[0], Kind(cap=vocabulary.softcap)
     sizes = rows, vocabulary.valid, vocabulary.first, logits.stride(0), log2_scale(vocabulary)
-    options |= {"SHIFTED": _is_shifted(logits), "WHOLE": whole, "KIND": Kind(cap=vocabulary.softcap)}
+    options = READ.options(logits) | {"SHIFTED": _is_shifted(logits), "WHOLE": whole, "KIND": kind}
     statistics_kernel[(rows,)](logits, targets, mask, results, *sizes, **options)
 
 
