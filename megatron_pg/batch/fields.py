@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor
 
 from megatron_pg.batch.sequences import Sequences
@@ -85,7 +84,7 @@ class TokenFields:
 
     def per_token(self) -> dict[str, Any]:
         """The known fields [T] by name; those of a loss term as `term.field`. Payloads are not among them."""
-        known = {name: v for name, v in zip(_NAMES, _values(self), strict=True) if isinstance(v, torch.Tensor)}
+        known = {name: v for name, v in zip(_PER_TOKEN, _per_token(self), strict=True) if v is not None}
         for term, own in self.terms.items():
             of_term = {f"{term}.weights": own.weights, f"{term}.mask": own.mask}
             known |= {name: values for name, values in of_term.items() if values is not None}
@@ -119,4 +118,5 @@ class TokenFields:
 
 _NAMES = tuple(field.name for field in fields(TokenFields))
 _PAYLOADS = tuple(name for name in PAYLOADS if name in _NAMES)
-_values = attrgetter(*_NAMES)
+_PER_TOKEN = tuple(name for name in _NAMES if name not in (*_PAYLOADS, "terms", "sequences"))
+_per_token = attrgetter(*_PER_TOKEN)
