@@ -110,10 +110,10 @@ def _is_shifted(*matrices: Tensor) -> bool:
 
     Kernels then read from the multiple before each row, and mask the columns before the row.
     """
-    first, stride = matrices[0], matrices[0].stride(0)
-    starts = all(each.data_ptr() % VECTOR_BYTES == 0 for each in matrices)
-    is_one_layout = all(each.stride(0) == stride and each.dtype == first.dtype for each in matrices)
-    return stride % words_of(first) != 0 and starts and is_one_layout
+    stride, dtype = matrices[0].stride(0), matrices[0].dtype
+    return stride % words_of(matrices[0]) != 0 and all(
+        each.stride(0) == stride and each.dtype == dtype and each.data_ptr() % VECTOR_BYTES == 0 for each in matrices
+    )
 
 
 def log2_scale(vocabulary: Vocabulary) -> float:
