@@ -12,7 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
-from megatron_pg.kernels.triton.segments import ADVANTAGE, DRIFT, LOG_RATIO, OWN, WEIGHT, sequence_fields
+from megatron_pg.kernels.triton.segments import (
+    ADVANTAGE,
+    DRIFT,
+    LOG_RATIO,
+    OWN,
+    WEIGHT,
+    SequencePointers,
+    sequence_fields,
+)
 from megatron_pg.kernels.triton.terms import (
     FieldValues,
     KernelTerms,
@@ -84,20 +92,20 @@ def loss_and_slopes(
 def _evaluate(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> _PerToken:
     """The values of one launch, or two."""
     terms, known, rows = policy_loss.terms, KernelTerms.of(policy_loss.terms), logprobs.shape[0]
-    sequences, count, of_sequences = None, 0, {"OPSM": False, "ONE_WEIGHT": False}
+    mask, of_objective = policy_loss.fields.mask, terms.objective.reads_sequences
+    sequences, of_sequences = SequencePointers(mask, mask, mask), {"OPSM": False, "ONE_WEIGHT": False}
     if terms.reads_sequences:
         sequences, of_sequences = sequence_fields(policy_loss, logprobs)
-        count = sequences.sums.shape[-1]
     is_found = [True, True, True, True, known.bonus is not None, known.kl is not None]
-    is_found += [terms.objective.reads_sequences] * 2 + [terms.opsm_anchor is not None]
-    fields = len(is_found) - is_found[::-1].index(True)  # up to the last one that is found
-    out = torch.empty(fields, rows, dtype=torch.float32, device=logprobs.device)
+    is_found += [of_objective, of_objective, terms.opsm_anchor is not None]
+    count = len(is_found) - is_found[::-1].index(True)  # fields up to the last one that is found
+    out = torch.empty(count, rows, dtype=torch.float32, device=logprobs.device)
     if rows:
         read = logprobs, entropy, field_pointers(policy_loss), sequences
         numbers = known.numbers, known.coefficients, 1.0 / terms.grad_divisor, terms.opsm_threshold or 0.0
         options = known.constants | {"SEQUENCES": terms.reads_sequences} | of_sequences | FUSED
         launch = surrogate_kernel[(-(-rows // BLOCK),)]
-        launch(*read, out, rows, count, *numbers, **options, BLOCK=BLOCK)
+        launch(*read, out, rows, sequences.sums.shape[-1], *numbers, **options, BLOCK=BLOCK)
     values = out.unbind()
     return _PerToken._make(values[i] if found else None for i, found in enumerate(is_found))
 

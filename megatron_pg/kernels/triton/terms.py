@@ -45,7 +45,7 @@ class KernelTerms(NamedTuple):
 class FieldPointers(NamedTuple):
     """What the terms read per token: [T] tensors, in a kernel pointers. Contiguous, because kernels take no strides.
 
-    A field that no term reads is None, which costs the host no work at the launch.
+    A field that no term reads is the mask.
     """
 
     old_logprobs: Any
@@ -72,9 +72,9 @@ def field_pointers(policy_loss: PolicyLoss) -> FieldPointers:
     """The fields of a micro-batch."""
     fields, (kl, bonus, *_) = policy_loss.fields, KernelTerms.of(policy_loss.terms)
     read: list[Any] = [fields.old_logprobs, fields.advantages, fields.corrected_weights, fields.mask]
-    read.append(None if kl is None else getattr(fields, str(KINDS[kl.kind].against)))
-    read += [None if each is None else fields.of_term(each.name).weights for each in (kl, bonus)]
-    return FieldPointers(*(None if values is None else values.contiguous() for values in read))
+    read.append(fields.mask if kl is None else getattr(fields, str(KINDS[kl.kind].against)))
+    read += [fields.mask if each is None else fields.of_term(each.name).weights for each in (kl, bonus)]
+    return FieldPointers(*(values.contiguous() for values in read))
 
 
 def term_losses(policy_loss: PolicyLoss, kl: Tensor | None, entropy: Tensor) -> Tensor | None:
