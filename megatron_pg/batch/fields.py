@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor
 
 from megatron_pg.batch.sequences import Sequences
@@ -85,16 +84,16 @@ class TokenFields:
 
     def per_token(self) -> dict[str, Any]:
         """The known fields [T] by name; those of a loss term as `term.field`. Payloads are not among them."""
-        known = dict(zip(_NAMES, _values(self), strict=True))
-        for term, of_term in self.terms.items():
-            known |= {f"{term}.{field.name}": getattr(of_term, field.name) for field in fields(of_term)}
-        return {name: values for name, values in known.items() if isinstance(values, torch.Tensor)}
+        known = {name: v for name, v in zip(_PER_TOKEN, _per_token(self), strict=True) if v is not None}
+        for term, own in self.terms.items():
+            of_term = {f"{term}.weights": own.weights, f"{term}.mask": own.mask}
+            known |= {name: values for name, values in of_term.items() if values is not None}
+        return known
 
     @property
     def payloads(self) -> dict[str, Rows]:
         """The known payloads by name."""
-        known = {name: getattr(self, name) for name in PAYLOADS if name in _NAMES}
-        return {name: rows for name, rows in known.items() if rows is not None}
+        return {name: rows for name in _PAYLOADS if (rows := getattr(self, name)) is not None}
 
     @classmethod
     def of(cls, values: Mapping[str, Any], sequences: Sequences | None = None) -> "TokenFields":
@@ -118,4 +117,6 @@ class TokenFields:
 
 
 _NAMES = tuple(field.name for field in fields(TokenFields))
-_values = attrgetter(*_NAMES)
+_PAYLOADS = tuple(name for name in PAYLOADS if name in _NAMES)
+_PER_TOKEN = tuple(name for name in _NAMES if name not in (*_PAYLOADS, "terms", "sequences"))
+_per_token = attrgetter(*_PER_TOKEN)

@@ -1,13 +1,14 @@
 """Checks of the arguments of kernels and heads."""
 
 import os
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from megatron_pg.declarations.choices import IMPLEMENTATIONS
 from megatron_pg.declarations.loss_terms import KINDS, LossTerm
-from megatron_pg.kernels.policy_loss import PolicyLoss
+from megatron_pg.kernels.policy_loss import LossTerms, PolicyLoss
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 
@@ -20,42 +21,50 @@ def check_impl(impl: str) -> None:
 def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> None:
     """Refuse fields that are missing, misshapen or on another device than `values`, and factors that are not > 0."""
     terms, fields = policy_loss.terms, policy_loss.fields
-    for term in terms.further:
-        _check_mixture(term)
-    needed = {
-        **dict.fromkeys(("mask", "advantages", "weights"), True),
-        **dict.fromkeys(terms.reads - {"old_logprobs"}, True),  # which may be the model's own
-        "sequences": terms.reads_sequences,
-        **({terms.opsm_anchor: True} if terms.opsm_anchor else {}),
-    }
-    for name, is_needed in needed.items():
-        if is_needed and getattr(fields, name) is None:
+    for name in _needed(terms):
+        if getattr(fields, name) is None:
             raise ValueError(f"{name} is missing, and a term of the loss needs it. Give one value per token.")
-    size, known = fields.targets.shape, fields.per_token()
     if fields.sampling_mask is not None and any(term.payload for term in terms.further):
         raise ValueError(
             "a loss over a teacher's distribution is over the whole vocabulary, and the log-probabilities of this "
             "micro-batch are over what could be sampled. Leave out one of the loss term and the sampling mask."
         )
+    known = fields.per_token()
     for payload, rows in fields.payloads.items():
         known |= {f"{payload}.{name}": getattr(rows, name) for name in rows.per_row}
+    size, device = (fields.targets.numel(),), values.device
     for name, found in known.items():
-        is_table = name in ("teacher_topk.ids", "teacher_topk.logprobs")
-        if found.shape[:1] != size or found.dim() != 1 + is_table:
+        is_table = name in ("teacher_topk.ids", "teacher_topk.logprobs") and found.dim() == 2
+        if (found.shape[:1] if is_table else found.shape) != size:
             raise ValueError(
-                f"{name} has shape {tuple(found.shape)} for {tuple(size)} targets. Give one value per token."
+                f"{name} has shape {tuple(found.shape)} for {tuple(fields.targets.shape)} targets. Give one value per "
+                "token."
             )
-        if found.device != values.device:
-            raise ValueError(f"{name} is on {found.device} and the logits on {values.device}. Move it there.")
+        if found.device != device:
+            raise ValueError(f"{name} is on {found.device} and the logits on {device}. Move it there.")
         if name.endswith("mask") and found.dtype != torch.bool:
             raise ValueError(
                 f"{name} has dtype {found.dtype}, not bool: it says which tokens are trained. Use {name}.bool()."
             )
         if name == "teacher_topk.ids" and found.dtype != torch.int32:
             raise ValueError(f"{name} has dtype {found.dtype}, which kernels would misread. Use {name}.int().")
-    for name, value in (("grad_divisor", terms.grad_divisor), ("grad_scale", grad_scale)):
-        if not value > 0:
-            raise ValueError(f"{name}={value} is not > 0. Use 1.")
+    _check_factor("grad_scale", grad_scale)
+
+
+@lru_cache(maxsize=16)  # once per settings: a check of every micro-batch would cost more host time than small launches
+def _needed(terms: LossTerms) -> tuple[str, ...]:
+    """The fields that the terms need. Refuses terms that no fields would make valid."""
+    for term in terms.further:
+        _check_mixture(term)
+    _check_factor("grad_divisor", terms.grad_divisor)
+    read = sorted(terms.reads - {"old_logprobs"})  # which may be the model's own
+    anchor = [terms.opsm_anchor] if terms.opsm_anchor else []
+    return "mask", "advantages", "weights", *read, *(["sequences"] if terms.reads_sequences else []), *anchor
+
+
+def _check_factor(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name}={value} is not > 0. Use 1.")
 
 
 def check_labels(policy_loss: PolicyLoss, vocabulary: Vocabulary) -> None:

@@ -75,7 +75,7 @@ def loss_and_slopes(
         if policy_loss.token_kernel:
             return surrogate_and_slopes(policy_loss, logprobs, entropy)
         has_teacher = policy_loss.terms.whole_form is not None and bool(details)
-        if has_teacher and (rest := policy_loss.without_hidden).token_kernel:
+        if has_teacher and (rest := replace(policy_loss, terms=policy_loss.terms.without_hidden)).token_kernel:
             return _with_divergence(policy_loss, details[0], *surrogate_and_slopes(rest, logprobs, entropy))
     with torch.enable_grad():
         leaves = [values.detach().requires_grad_() for values in outputs]

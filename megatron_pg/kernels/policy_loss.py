@@ -27,9 +27,13 @@ from megatron_pg.objectives.interface.token_kernel import TokenKernel
 from megatron_pg.objectives.terms.losses import Categories, TermTokens
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LossTerms:
-    """What the loss of a step is made of. The same on every rank."""
+    """What the loss of a step is made of. The same on every rank.
+
+    Use one object for all micro-batches: the settings are checked, and what follows from them is computed, once per
+    object.
+    """
 
     objective: Objective
     opsm_anchor: str | None = None  # field of TokenFields that off-policy sequences are measured from; None: not done
@@ -71,6 +75,28 @@ class LossTerms:
     def reads_entropy(self) -> bool:
         """Whether the entropy is in the loss."""
         return any(term.kind == "entropy" for term in self.further)
+
+    @cached_property
+    def token_kernel(self) -> TokenKernel | None:
+        """The objective's token kernel where kernels compute all terms; None: the loss is computed in torch.
+
+        Kernels compute at most one divergence and one entropy term. They average over sequences once, so they cannot
+        first reject tokens by opsm and then average the weights of the kept ones.
+        """
+        kinds = [term.kind if KINDS[term.kind].against is None else "divergence" for term in self.further]
+        has_more = not {*kinds} <= {"divergence", "entropy"} or len({*kinds}) < len(kinds)
+        has_more |= self.opsm_anchor is not None and self.objective.has_one_loss_per_sequence
+        return None if has_more else self.objective.token_kernel
+
+    @cached_property
+    def without_topk(self) -> "LossTerms":
+        """All but the loss terms over the teacher's top-k tokens."""
+        return replace(self, further=tuple(term for term in self.further if not term.reads_topk))
+
+    @cached_property
+    def without_hidden(self) -> "LossTerms":
+        """All but the loss terms over the teacher's hidden states."""
+        return replace(self, further=tuple(term for term in self.further if not term.reads_hidden))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,38 +141,16 @@ class PolicyLoss:
     terms: LossTerms
     fields: TokenFields
 
-    @cached_property
+    @property
     def token_kernel(self) -> TokenKernel | None:
-        """The objective's token kernel where kernels compute the whole loss; None: the loss is computed in torch.
+        """`LossTerms.token_kernel` where all terms are over the objective's tokens; None: the loss is in torch."""
+        has_own_tokens = any(own.mask is not None for own in self.fields.terms.values())
+        return None if has_own_tokens or self.fields.old_logprobs is None else self.terms.token_kernel
 
-        Kernels compute at most one divergence and one entropy term, over the objective's tokens. They average over
-        sequences once, so they cannot first reject tokens by opsm and then average the weights of the kept ones.
-        """
-        kinds = [term.kind if KINDS[term.kind].against is None else "divergence" for term in self.terms.further]
-        has_more = not {*kinds} <= {"divergence", "entropy"} or len({*kinds}) < len(kinds)
-        has_more |= any(own.mask is not None for own in self.fields.terms.values())
-        has_more |= self.fields.old_logprobs is None
-        has_more |= self.terms.opsm_anchor is not None and self.terms.objective.has_one_loss_per_sequence
-        return None if has_more else self.terms.objective.token_kernel
-
-    @cached_property
+    @property
     def is_by_token(self) -> bool:
         """Whether kernels compute the whole loss of a token from its row of logits."""
         return bool(self.token_kernel) and not self.terms.reads_sequences and self.fields.sampling_mask is None
-
-    @property
-    def without_topk(self) -> "PolicyLoss":
-        """The loss without the loss terms over the teacher's top-k tokens."""
-        return self._of(tuple(term for term in self.terms.further if not term.reads_topk))
-
-    @property
-    def without_hidden(self) -> "PolicyLoss":
-        """The loss without the loss terms over the teacher's hidden states."""
-        return self._of(tuple(term for term in self.terms.further if not term.reads_hidden))
-
-    def _of(self, loss_terms: tuple[LossTerm, ...]) -> "PolicyLoss":
-        is_whole = len(loss_terms) == len(self.terms.further)
-        return self if is_whole else PolicyLoss(replace(self.terms, further=loss_terms), self.fields)
 
     @cached_property
     def topk_ids(self) -> Tensor | None:

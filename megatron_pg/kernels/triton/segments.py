@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megatron_pg.batch.sequences import Sequences
 from megatron_pg.kernels.policy_loss import PolicyLoss
-from megatron_pg.kernels.triton.terms import numbers_of
+from megatron_pg.kernels.triton.terms import KernelTerms
 from megatron_pg.kernels.triton.tiles import FUSED
+from megatron_pg.objectives.interface.token_kernel import TokenKernel
 
 BLOCK = 1024
 LOG_RATIO, ADVANTAGE, DRIFT, OWN, WEIGHT, SUMS = (tl.constexpr(i) for i in range(6))
@@ -32,20 +33,20 @@ def sequence_fields(policy_loss: PolicyLoss, logprobs: Tensor) -> tuple[Sequence
 
     The ranks call with the same terms and sequences.
     """
-    fields, terms, kernel = policy_loss.fields, policy_loss.terms, policy_loss.token_kernel
+    fields, terms, kernel = policy_loss.fields, policy_loss.terms, cast(TokenKernel, policy_loss.terms.token_kernel)
     sequences = cast(Sequences, fields.sequences)  # which check_loss has asked for
     has_one_weight = terms.objective.has_one_loss_per_sequence and fields.corrections is not None
     constants = {"OPSM": terms.opsm_anchor is not None, "ONE_WEIGHT": has_one_weight}
     count = len(sequences.counts)
     sums = torch.empty(SUMS.value, count, dtype=torch.float64, device=logprobs.device)
     if count:
-        averaged = kernel.load_averaged() if kernel is not None and kernel.load_averaged is not None else None
+        averaged = None if kernel.load_averaged is None else kernel.load_averaged()
         anchors = fields.mask if terms.opsm_anchor is None else getattr(fields, terms.opsm_anchor)
         read: list[Any] = [fields.old_logprobs, anchors, fields.advantages, fields.corrected_weights, fields.mask]
         read += [sequences.order, sequences.lengths]
         tensors = logprobs, *(values.contiguous() for values in read), sums
         options = {"AVERAGED": averaged, "BLOCK": BLOCK, "num_warps": 8} | constants | FUSED
-        segment_kernel[(count,)](*tensors, count, numbers_of(policy_loss), **options)
+        segment_kernel[(count,)](*tensors, count, KernelTerms.of(terms).numbers, **options)
     sequences.over_ranks(sums)
     return SequencePointers(sequences.slots.contiguous(), sequences.counts.contiguous(), sums), constants
 

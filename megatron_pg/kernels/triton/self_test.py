@@ -15,7 +15,7 @@ from megatron_pg.batch.fields import TermFields, TokenFields
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.reference import reference_loss
 from megatron_pg.kernels.triton import single_pass
-from megatron_pg.kernels.triton.terms import term_constants
+from megatron_pg.kernels.triton.terms import KernelTerms
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 _PROGRAMS, _ROWS = 2, 7  # several rows per program, to exercise the pipeline
@@ -29,7 +29,7 @@ def agrees(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, e
 
     The result is logged; a disagreement is a warning.
     """
-    built_for = term_constants(policy_loss).values()
+    built_for = KernelTerms.of(policy_loss.terms).constants.values()
     shape = logits.shape[1], vocabulary.valid, vocabulary.softcap
     key = (logits.device, logits.dtype, *shape, entropy, *built_for)
     if key not in _found:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.triton.single_pass_kernel import Tiling, single_pass_kernel
-from megatron_pg.kernels.triton.terms import coefficients_of, field_pointers, numbers_of, term_constants, term_losses
+from megatron_pg.kernels.triton.terms import KernelTerms, field_pointers, term_losses
 from megatron_pg.kernels.triton.tiles import FUSED, Kind
 from megatron_pg.kernels.vocabulary import Vocabulary
 
@@ -111,25 +111,23 @@ def loss_and_gradient(
         entropy: False leaves the entropies 0, unless they are in the loss.
         most_programs: None: all that fit on the GPU.
     """
-    constants = term_constants(policy_loss)
-    has_kl = constants["KL"] is not None
-    out = torch.empty(5 + has_kl, len(logits), dtype=torch.float32, device=logits.device)
+    terms, rows = KernelTerms.of(policy_loss.terms), logits.shape[0]
+    out = torch.empty(5 + (terms.kl is not None), rows, dtype=torch.float32, device=logits.device)
     valid, temperature = vocabulary.valid, vocabulary.temperature
     shape = Shape.of_row(valid, logits.element_size(), is_capped=vocabulary.softcap is not None)
     if most_programs is None:
         most_programs = shape.programs * multiprocessors(logits.device)
     tensors = logits, gradient, policy_loss.fields.targets.contiguous(), field_pointers(policy_loss), out
-    sizes = len(logits), valid, logits.stride(0), gradient.stride(0), math.log2(math.e) / temperature
-    numbers = numbers_of(policy_loss), coefficients_of(policy_loss)
+    sizes = rows, valid, logits.stride(0), gradient.stride(0), math.log2(math.e) / temperature
     scale = grad_scale / policy_loss.terms.grad_divisor / temperature
     kind = Kind(logits.dtype == torch.bfloat16, vocabulary.softcap)
-    options = constants | {"KIND": kind, "ENTROPY": entropy or constants["BONUS"], "ROW": shape.tiling}
+    options = terms.constants | {"KIND": kind, "ENTROPY": entropy or terms.bonus is not None, "ROW": shape.tiling}
     options |= shape.options | FUSED
-    launched = single_pass_kernel[(min(len(logits), most_programs),)]
-    compiled = launched(*tensors, *sizes, *numbers, scale, 0, **options)
+    launched = single_pass_kernel[(min(rows, most_programs),)]
+    compiled = launched(*tensors, *sizes, terms.numbers, terms.coefficients, scale, 0, **options)
     if valid < gradient.shape[1]:
         gradient[:, valid:] = 0
     token_losses, weighted, logprobs, log_ratios, entropies, *kl = out.unbind()
-    terms = term_losses(policy_loss, kl[0] if has_kl else None, entropies)
-    found = PolicyGradientLoss(weighted.sum(), token_losses, logprobs, log_ratios, entropies, terms)
+    losses = term_losses(policy_loss, kl[0] if kl else None, entropies)
+    found = PolicyGradientLoss(weighted.sum(), token_losses, logprobs, log_ratios, entropies, losses)
     return found, compiled.n_spills

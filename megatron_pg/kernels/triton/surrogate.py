@@ -23,12 +23,10 @@ from megatron_pg.kernels.triton.segments import (
 )
 from megatron_pg.kernels.triton.terms import (
     FieldValues,
-    coefficients_of,
+    KernelTerms,
     field_pointers,
     load_values,
     loss_terms,
-    numbers_of,
-    term_constants,
     term_losses,
 )
 from megatron_pg.kernels.triton.tiles import FUSED
@@ -93,23 +91,23 @@ def loss_and_slopes(
 
 def _evaluate(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> _PerToken:
     """The values of one launch, or two."""
-    constants, terms = term_constants(policy_loss), policy_loss.terms
+    terms, known, rows = policy_loss.terms, KernelTerms.of(policy_loss.terms), logprobs.shape[0]
     mask, of_objective = policy_loss.fields.mask, terms.objective.reads_sequences
     sequences, of_sequences = SequencePointers(mask, mask, mask), {"OPSM": False, "ONE_WEIGHT": False}
     if terms.reads_sequences:
         sequences, of_sequences = sequence_fields(policy_loss, logprobs)
-    is_found = [True, True, True, True, constants["BONUS"], constants["KL"] is not None]
+    is_found = [True, True, True, True, known.bonus is not None, known.kl is not None]
     is_found += [of_objective, of_objective, terms.opsm_anchor is not None]
-    out = torch.empty(len(is_found), len(logprobs), dtype=torch.float32, device=logprobs.device)
-    if len(logprobs):
+    count = len(is_found) - is_found[::-1].index(True)  # fields up to the last one that is found
+    out = torch.empty(count, rows, dtype=torch.float32, device=logprobs.device)
+    if rows:
         read = logprobs, entropy, field_pointers(policy_loss), sequences
-        numbers = numbers_of(policy_loss), coefficients_of(policy_loss)
-        scalars = 1.0 / terms.grad_divisor, terms.opsm_threshold or 0.0
-        options = constants | {"SEQUENCES": terms.reads_sequences} | of_sequences | FUSED
-        sizes = len(logprobs), sequences.sums.shape[-1]
-        launch = surrogate_kernel[(triton.cdiv(len(logprobs), BLOCK),)]
-        launch(*read, out, *sizes, *numbers, *scalars, **options, BLOCK=BLOCK)
-    return _PerToken._make(values if known else None for values, known in zip(out.unbind(), is_found, strict=True))
+        numbers = known.numbers, known.coefficients, 1.0 / terms.grad_divisor, terms.opsm_threshold or 0.0
+        options = known.constants | {"SEQUENCES": terms.reads_sequences} | of_sequences | FUSED
+        launch = surrogate_kernel[(-(-rows // BLOCK),)]
+        launch(*read, out, rows, sequences.sums.shape[-1], *numbers, **options, BLOCK=BLOCK)
+    values = out.unbind()
+    return _PerToken._make(values[i] if found else None for i, found in enumerate(is_found))
 
 
 @triton.jit

@@ -5,6 +5,7 @@
 `PolicyLoss`, the specification, is torch; its `token_kernel` says whether these are all the terms that there are.
 """
 
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,15 +15,31 @@ from torch import Tensor
 
 from megatron_pg.declarations.corrections import KL_ESTIMATORS
 from megatron_pg.declarations.loss_terms import KINDS, LossTerm
-from megatron_pg.kernels.policy_loss import PolicyLoss
+from megatron_pg.kernels.policy_loss import LossTerms, PolicyLoss
 from megatron_pg.kernels.triton import token_kernels
-from megatron_pg.objectives.interface.token_kernel import MOST_NUMBERS
+from megatron_pg.objectives.interface.token_kernel import MOST_NUMBERS, TokenKernel
 
 
-def _terms(policy_loss: PolicyLoss) -> tuple[LossTerm | None, LossTerm | None]:
-    """The divergence and the entropy term, each None where there is none."""
-    kl = next((each for each in policy_loss.terms.further if each.kind != "entropy"), None)
-    return kl, next((each for each in policy_loss.terms.further if each.kind == "entropy"), None)
+class KernelTerms(NamedTuple):
+    """The terms of a loss with a token kernel, as kernels are launched with them."""
+
+    kl: LossTerm | None  # the divergence
+    bonus: LossTerm | None  # the entropy term
+    constants: dict[str, Any]  # compiled for: the functions of objective and KL estimator, and whether H is in the loss
+    numbers: tuple[float, ...]  # of the token kernel, filled up with zeros
+    coefficients: tuple[float, float]  # lambda and eta, 0 for a term that the loss does not have
+
+    @classmethod
+    @lru_cache(maxsize=16)  # once per settings, not per launch: a small launch costs less
+    def of(cls, terms: LossTerms) -> "KernelTerms":
+        """From the settings of the loss."""
+        kl = next((each for each in terms.further if each.kind != "entropy"), None)
+        bonus = next((each for each in terms.further if each.kind == "entropy"), None)
+        kernel = cast(TokenKernel, terms.token_kernel)
+        estimator = None if kl is None else getattr(token_kernels, KL_ESTIMATORS[cast(str, kl.estimator)].function)
+        constants = {"TOKEN_KERNEL": kernel.load(), "KL": estimator, "BONUS": bonus is not None}
+        numbers = *kernel.numbers, *[0.0] * (MOST_NUMBERS - len(kernel.numbers))
+        return cls(kl, bonus, constants, numbers, (kl.weight if kl else 0.0, bonus.weight if bonus else 0.0))
 
 
 class FieldPointers(NamedTuple):
@@ -53,29 +70,11 @@ class FieldValues(NamedTuple):
 
 def field_pointers(policy_loss: PolicyLoss) -> FieldPointers:
     """The fields of a micro-batch."""
-    fields, (kl, bonus) = policy_loss.fields, _terms(policy_loss)
+    fields, (kl, bonus, *_) = policy_loss.fields, KernelTerms.of(policy_loss.terms)
     read: list[Any] = [fields.old_logprobs, fields.advantages, fields.corrected_weights, fields.mask]
     read.append(fields.mask if kl is None else getattr(fields, str(KINDS[kl.kind].against)))
     read += [fields.mask if each is None else fields.of_term(each.name).weights for each in (kl, bonus)]
     return FieldPointers(*(values.contiguous() for values in read))
-
-
-def coefficients_of(policy_loss: PolicyLoss) -> tuple[float, ...]:
-    """lambda and eta, 0 for a term that the loss does not have."""
-    return tuple(0.0 if term is None else term.weight for term in _terms(policy_loss))
-
-
-def numbers_of(policy_loss: PolicyLoss) -> tuple[float, ...]:
-    """The numbers of the token kernel, filled up with zeros."""
-    numbers = policy_loss.token_kernel.numbers if policy_loss.token_kernel else ()
-    return *numbers, *[0.0] * (MOST_NUMBERS - len(numbers))
-
-
-def term_constants(policy_loss: PolicyLoss) -> dict[str, Any]:
-    """What a kernel is compiled for: the functions of objective and KL estimator, and whether H is in the loss."""
-    kernel, (kl, bonus) = policy_loss.token_kernel, _terms(policy_loss)
-    estimator = None if kl is None else getattr(token_kernels, KL_ESTIMATORS[cast(str, kl.estimator)].function)
-    return {"TOKEN_KERNEL": kernel.load() if kernel else None, "KL": estimator, "BONUS": bonus is not None}
 
 
 def term_losses(policy_loss: PolicyLoss, kl: Tensor | None, entropy: Tensor) -> Tensor | None:

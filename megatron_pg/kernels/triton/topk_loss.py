@@ -29,7 +29,7 @@ def topk_loss(
 ) -> PolicyGradientLoss:
     """The loss from `TopKRowStatistics.outputs` and its `topk_ids`; differentiable."""
     logprobs, entropy, head, tail = outputs
-    rest = policy_loss.without_topk
+    rest = replace(policy_loss, terms=policy_loss.terms.without_topk)
     found = surrogate_loss(rest, logprobs, entropy) if rest.token_kernel else rest(logprobs, entropy)
     added, values, mass = _Divergences.apply(head, tail, ids, policy_loss, vocabulary)
     own, others = iter(values), iter(() if found.term_losses is None else found.term_losses)

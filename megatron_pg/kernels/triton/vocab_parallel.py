@@ -49,11 +49,11 @@ class Walk(NamedTuple):
     def options(self, logits: Tensor) -> dict[str, int]:
         """How a kernel that walks over these logits is launched."""
         constants = {"THREADS": self.threads, "WORDS": words_of(logits), "UNROLL": self.unroll}
-        return constants | {"num_warps": self.warps} | FUSED
+        return {**constants, "num_warps": self.warps, **FUSED}
 
     def blocks(self, logits: Tensor, columns: int) -> int:
         """Programs per row of `columns`: each takes the tiles that are in flight at once."""
-        return triton.cdiv(columns, self.threads * self.unroll * words_of(logits))
+        return -(-columns // (self.threads * self.unroll * words_of(logits)))
 
 
 def words_of(logits: Tensor) -> int:
@@ -110,10 +110,10 @@ def _is_shifted(*matrices: Tensor) -> bool:
 
     Kernels then read from the multiple before each row, and mask the columns before the row.
     """
-    words = words_of(matrices[0])
-    strides, dtypes = {each.stride(0) for each in matrices}, {each.dtype for each in matrices}
-    starts = all(each.data_ptr() % VECTOR_BYTES == 0 for each in matrices)
-    return starts and len(strides) == len(dtypes) == 1 and strides.pop() % words != 0
+    stride, dtype = matrices[0].stride(0), matrices[0].dtype
+    return stride % words_of(matrices[0]) != 0 and all(
+        each.stride(0) == stride and each.dtype == dtype and each.data_ptr() % VECTOR_BYTES == 0 for each in matrices
+    )
 
 
 def log2_scale(vocabulary: Vocabulary) -> float:
@@ -125,7 +125,7 @@ def rows_of(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabular
     """[T] each of the whole vocabulary: one launch, or statistics, all-gather and combine over several ranks."""
     if vocabulary.ranks > 1:
         return combine(vocabulary.gather(statistics(logits, targets, mask, vocabulary)), targets, mask, vocabulary)
-    out = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
+    out = torch.empty(4, logits.shape[0], dtype=torch.float32, device=logits.device)
     _read(logits, targets, mask, out, vocabulary, whole=True)
     return RowStatistics(*out.unbind())
 
@@ -140,10 +140,10 @@ def statistics(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabu
 def _read(
     logits: Tensor, targets: Tensor, mask: Tensor, results: Tensor, vocabulary: Vocabulary, *, whole: bool
 ) -> None:
-    sizes = len(logits), vocabulary.valid, vocabulary.first, logits.stride(0), log2_scale(vocabulary)
-    kind = Kind(cap=vocabulary.softcap)
+    rows, kind = logits.shape[0], Kind(cap=vocabulary.softcap)
+    sizes = rows, vocabulary.valid, vocabulary.first, logits.stride(0), log2_scale(vocabulary)
     options = READ.options(logits) | {"SHIFTED": _is_shifted(logits), "WHOLE": whole, "KIND": kind}
-    statistics_kernel[(len(logits),)](logits, targets, mask, results, *sizes, **options)
+    statistics_kernel[(rows,)](logits, targets, mask, results, *sizes, **options)
 
 
 def combine(shares: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> RowStatistics:
@@ -189,12 +189,12 @@ def launch_gradient(
     """Launches `gradient_kernel`; `of_rows`: its arguments from `totals` to `factors`."""
     shifted = _is_shifted(logits, gradient)
     lead = words_of(logits) - 1 if shifted else 0  # before a row, at most
-    blocks = WRITE.blocks(logits, lead + logits.shape[1])
-    sizes = *logits.shape, vocabulary.valid, vocabulary.first, vocabulary.size, blocks
+    rows, columns = logits.shape
+    blocks = WRITE.blocks(logits, lead + columns)
+    sizes = rows, columns, vocabulary.valid, vocabulary.first, vocabulary.size, blocks
     scalars = *sizes, logits.stride(0), gradient.stride(0), log2_scale(vocabulary)
-    launch, kind = gradient_kernel[(len(logits) * blocks,)], Kind(cap=vocabulary.softcap)
-    options = WRITE.options(logits) | {"SHIFTED": shifted, "KIND": kind}
-    launch(logits, gradient, targets, mask, peaks, *of_rows, *scalars, **options)
+    options = WRITE.options(logits) | {"SHIFTED": shifted, "KIND": Kind(cap=vocabulary.softcap)}
+    gradient_kernel[(rows * blocks,)](logits, gradient, targets, mask, peaks, *of_rows, *scalars, **options)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_pg.kernels import grpo_loss, may_be_overwritten
+from megatron_pg.kernels import checks, grpo_loss, may_be_overwritten
 
 CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
 KERNELS = {"impl": "triton"}
@@ -55,6 +55,18 @@ def test_wrong_input_is_a_named_error(change, message):
     with pytest.raises(ValueError) as error:
         grpo_loss(**(example() | CLIP | {"impl": "torch"} | change))
     assert message in str(error.value)
+
+
+def test_settings_are_checked_once_and_refused_every_time(monkeypatch):
+    asked, check = [], checks._check_factor
+    monkeypatch.setattr(checks, "_check_factor", lambda name, value: (asked.append(name), check(name, value)))
+    options = CLIP | {"clip_eps_high": 0.123, "impl": "torch"}  # settings of this test alone
+    for _ in range(3):
+        grpo_loss(**example(), **options)
+    assert asked == ["grad_divisor", "grad_scale", "grad_scale", "grad_scale"]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^grad_divisor=-2.0 is not > 0"):
+            grpo_loss(**example(), **options, grad_divisor=-2.0)
 
 
 def test_a_gradient_may_take_the_place_of_logits_whose_rows_have_memory_of_their_own():

@@ -20,6 +20,7 @@ from samples import make_sample
 
 from megatron_pg.batch import TokenFields, pack, slice_batch
 from megatron_pg.batch.fields import TermFields
+from megatron_pg.batch.sequences import Sequences
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, api, grpo_loss, policy_gradient_loss
 from megatron_pg.kernels.losses import reader_of
@@ -410,6 +411,48 @@ def test_nothing_trained_gives_a_zero_loss_with_a_gradient(rows, impl, columns):
     assert float(out.loss.detach()) == 0.0
     assert gradient.shape == (rows, columns)
     assert not gradient.any()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_what_kernels_are_compiled_for_is_found_once_for_all_micro_batches():
+    asked, objective = [], build("grpo")
+    kernel = replace(objective.token_kernel, load=lambda: asked.append(1) or objective.token_kernel.load())
+    terms, vocabulary = LossTerms(objective=replace(objective, token_kernel=kernel)), Vocabulary.of(WIDTHS[0])
+    for seed in (1, 2):
+        fields = make(Case(seed=seed))
+        logits, loss = fields.pop("logits"), PolicyLoss(terms, TokenFields(**fields))
+        found, expected = (policy_gradient_loss(logits, loss, vocabulary, impl=impl) for impl in ("triton", "torch"))
+        torch.testing.assert_close(found.loss, expected.loss)
+    assert asked == [1]
+
+
+@pytest.mark.skipif(not CUDA, reason="only a GPU has CUDA graphs")
+@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_a_cuda_graph_replays_loss_and_gradient_with_new_values(name, columns):
+    """Bit for bit as without a graph; a host sync would be an error of the capture."""
+    case, (slots, lengths) = Case(rows=6, columns=columns), torch.tensor([[0, 0, 0, 1, 1, 1], [3, 3, 0, 0, 0, 0]])
+    known = {"slots": slots, "order": torch.arange(6), "lengths": lengths[:3], "counts": lengths[:2].double()}
+    sequences = Sequences(**{key: values.to(DEVICE) for key, values in known.items()})
+    terms, given = LossTerms(objective=build(name)), make(case)
+
+    def loss_and_gradient() -> list[torch.Tensor]:
+        logits, fields = given["logits"].detach().requires_grad_(), {k: v for k, v in given.items() if k != "logits"}
+        loss = PolicyLoss(terms, TokenFields(**fields, sequences=sequences))
+        out = policy_gradient_loss(logits, loss, Vocabulary.of(columns), entropy=True)
+        return [out.loss.detach(), out.token_losses, out.entropy, *torch.autograd.grad(out.loss, logits)]
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        loss_and_gradient()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = loss_and_gradient()
+    for seed in (2, 3):
+        for key, values in make(replace(case, seed=seed)).items():
+            given[key].copy_(values)
+        graph.replay()
+        assert all(map(torch.equal, replayed, loss_and_gradient()))
 
 
 @pytest.mark.skipif(CUDA, reason="the kernel itself runs")
