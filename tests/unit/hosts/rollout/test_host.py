@@ -123,10 +123,11 @@ def test_the_role_of_a_process_is_known_where_its_model_is_built(actor, monkeypa
     theirs = losses.value_loss_function
     HOSTS[host].init(args)
     assert of_host.trainer is None
-    assert module.initialize_model_and_optimizer(args, role) == ("the model of", role)
+    built = module.initialize_model_and_optimizer(args, role)
+    of_host.trainer._log._file.close()
+    assert built == ("the model of", role)
     assert of_host.trainer.settings.is_critic == (role == "critic")
     assert (losses.value_loss_function == theirs) == (role == "actor")
-    of_host.trainer._log._file.close()
     assert of_host.trainer._log._file.path.name == {"actor": "metrics.jsonl", "critic": "metrics_critic.jsonl"}[role]
 
 
