@@ -58,6 +58,15 @@ WORD_PROBLEMS = "--task word_problems --max-new-tokens 96 --global-batch-size 25
 TOKEN_MEAN = "--train-iters 30 --loss-aggregation token_mean"
 FLOAT32 = {"DTYPE": "fp32"}
 SFT = "--pg-term sft:ce,weight=0.2,aggregation=token_mean"
+
+
+def of_word_problems(steps: int, flags_of: dict[str, str]) -> dict[str, Arm]:
+    """Arms that differ in their flags, all from the supervised start."""
+    return {
+        name: Arm(f"{WORD_PROBLEMS} --train-iters {steps} {flags}", "word_problems") for name, flags in flags_of.items()
+    }
+
+
 EXPERIMENTS = {
     "head": {
         "bfloat16": Arm(""),
@@ -70,26 +79,26 @@ EXPERIMENTS = {
         for bits in ("int8", "int4")
         for name, correction in CORRECTIONS.items()
     },
-    "aggregation": {
-        name: Arm(f"{WORD_PROBLEMS} --train-iters 50 --loss-aggregation {flags}", "word_problems")
-        for name, flags in {
-            "sample_mean": "sample_mean",
-            "prompt_mean": "prompt_mean",
-            "token_mean": "token_mean",
-            "constant, L=96": "constant --loss-aggregation-divisor 96",
-            "constant, L=24": "constant --loss-aggregation-divisor 24",
-        }.items()
-    },
-    "sampling": {
-        name: Arm(f"{WORD_PROBLEMS} --train-iters 40 {flags}", "word_problems")
-        for name, flags in {
+    "aggregation": of_word_problems(
+        50,
+        {
+            "sample_mean": "--loss-aggregation sample_mean",
+            "prompt_mean": "--loss-aggregation prompt_mean",
+            "token_mean": "--loss-aggregation token_mean",
+            "constant, L=96": "--loss-aggregation constant --loss-aggregation-divisor 96",
+            "constant, L=24": "--loss-aggregation constant --loss-aggregation-divisor 24",
+        },
+    ),
+    "sampling": of_word_problems(
+        40,
+        {
             "top-p, mask": "--top-p 0.9",
             "top-p, no mask": "--top-p 0.9 --no-sampling-mask",
             "top-p, tis": "--top-p 0.9 --no-sampling-mask --pg-correction tis,high=2",
             "top-k, mask": "--top-k 8",
             "top-k, no mask": "--top-k 8 --no-sampling-mask",
-        }.items()
-    },
+        },
+    ),
     "microbatches": {
         "exact, 96 rows": Arm(TOKEN_MEAN, environment=FLOAT32),
         "exact, 32 rows": Arm(f"{TOKEN_MEAN} --micro-batch-size 32", environment=FLOAT32),

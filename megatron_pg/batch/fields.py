@@ -86,8 +86,7 @@ class TokenFields:
         """The known fields [T] by name; those of a loss term as `term.field`. Payloads are not among them."""
         known = {name: v for name, v in zip(_PER_TOKEN, _per_token(self), strict=True) if v is not None}
         for term, own in self.terms.items():
-            of_term = {f"{term}.weights": own.weights, f"{term}.mask": own.mask}
-            known |= {name: values for name, values in of_term.items() if values is not None}
+            known |= {f"{term}.{name}": v for name, v in zip(_OF_TERM, _of_term(own), strict=True) if v is not None}
         return known
 
     @property
@@ -119,4 +118,5 @@ class TokenFields:
 _NAMES = tuple(field.name for field in fields(TokenFields))
 _PAYLOADS = tuple(name for name in PAYLOADS if name in _NAMES)
 _PER_TOKEN = tuple(name for name in _NAMES if name not in (*_PAYLOADS, "terms", "sequences"))
-_per_token = attrgetter(*_PER_TOKEN)
+_OF_TERM = tuple(field.name for field in fields(TermFields))
+_per_token, _of_term = attrgetter(*_PER_TOKEN), attrgetter(*_OF_TERM)

@@ -24,7 +24,7 @@ class Diagnosis:
 
     tests: list[Answer]  # in the order in which they ran, one for each of CAUSES
     summary: dict[str, float]  # of d = log π - log q over all trained tokens
-    has_scale_of_rounding: bool
+    has_scale_of_rounding: bool  # whether rounding a model to bfloat16 explains the scale of d
 
     @property
     def found(self) -> list[Answer]:

@@ -29,7 +29,7 @@ def head_precision(gap: Gap, rounding: Floats, level: float) -> Answer:
         f"(rounding: up to {_MOST_TAIL}){shown(pairs)}"
     )
     p = p_wide(gap, MOST_SCALE, rounding)
-    is_like = MOST_SCALE <= noise.level <= _MOST_OF_HEAD and tail <= _MOST_TAIL and not _is_unsteady(gap)
+    is_like = MOST_SCALE <= noise.level <= _MOST_OF_HEAD and tail <= _MOST_TAIL and not _is_unsteady(_varies(gap))
     if is_like and p <= level and pairs is None:
         return cannot_tell("head_precision", f"{evidence}; too few tokens repeat to exclude other weights")
     is_large = is_like and pairs is not None and pairs.value < BY_CHANCE
@@ -44,10 +44,12 @@ def is_of_rounding(gap: Gap) -> bool:
     dropout.
     """
     scale = noise_of(gap).level
-    if scale < UNUSUAL_SCALE or scale >= _MOST_OF_HEAD:
-        return scale < UNUSUAL_SCALE
+    if scale < UNUSUAL_SCALE:
+        return True
+    if scale >= _MOST_OF_HEAD:
+        return False
     pairs, varies = at_pairs(gap), _varies(gap)
-    return pairs is not None and pairs.value < BY_CHANCE and varies is not None and not _is_unsteady(gap)
+    return pairs is not None and pairs.value < BY_CHANCE and varies is not None and not _is_unsteady(varies)
 
 
 def dropout(gap: Gap, level: float, *, alone: bool) -> Answer:
@@ -81,9 +83,8 @@ def dropout(gap: Gap, level: float, *, alone: bool) -> Answer:
     return decided("dropout", max(wide, min(2 * p, 1.0)), level, True, evidence, scale=noise.level)
 
 
-def _is_unsteady(gap: Gap) -> bool:
+def _is_unsteady(varies: tuple[Share, Share] | None) -> bool:
     """Whether log π differs although the tokens so far are the same; rounded logits do not."""
-    varies = _varies(gap)
     return varies is not None and varies[0].value > _VARIES / 2
 
 

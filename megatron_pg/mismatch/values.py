@@ -60,9 +60,13 @@ def _blocks(gap: Gap) -> np.ndarray:
     return np.cumsum(np.diff(runs * 2**32 + (np.arange(len(runs)) - begin) // _BLOCK, prepend=-1) != 0) - 1
 
 
+def _distance(gap: Gap, trainer: Integers, engine: Integers) -> Floats:
+    """min(|log π - log q|, 1) of these tokens of both sides."""
+    return np.minimum(np.abs(gap.trainer[trainer] - gap.engine[engine]), 1.0)
+
+
 def _distances(gap: Gap, lag: int, blocks: np.ndarray) -> tuple[Floats, Floats]:
-    """Mean of min(|log π[t] - log q[t + lag]|, 1) of every block; and the same at lag 0: of the tokens t or of t + lag,
-    the smaller one.
+    """Mean distance of log π[t] and log q[t + lag] in every block, and the smaller one at lag 0: of t, or of t + lag.
 
     A lag leaves out tokens at the ends of a block. If only those disagree, the block agrees at no other lag.
     """
@@ -71,8 +75,7 @@ def _distances(gap: Gap, lag: int, blocks: np.ndarray) -> tuple[Floats, Floats]:
     pairs = np.maximum(np.bincount(blocks[t], minlength=int(blocks[-1]) + 1), 1)
 
     def mean(trainer: Integers, engine: Integers) -> Floats:
-        distance = np.minimum(np.abs(gap.trainer[trainer] - gap.engine[engine]), 1.0)
-        return np.bincount(blocks[t], weights=distance, minlength=len(pairs)) / pairs
+        return np.bincount(blocks[t], weights=_distance(gap, trainer, engine), minlength=len(pairs)) / pairs
 
     return mean(t, t + lag), np.minimum(mean(t, t), mean(t + lag, t + lag))
 
@@ -81,7 +84,6 @@ def shift(gap: Gap, level: float) -> tuple[Answer, Gap]:
     """Blocks of 32 consecutive tokens that agree at another lag but not at 0; the test, and the realigned tokens."""
     blocks = _blocks(gap)
     has_pairs = np.bincount(blocks) >= 8
-    # Unrelated sides agree by chance in one block of a hundred, and then at any lag.
     if not has_pairs.any():
         return cannot_tell("shift", "no document has 8 consecutive trained tokens"), gap
     best, best_lag = np.full(len(has_pairs), np.inf), np.zeros(len(has_pairs), int)
@@ -92,6 +94,7 @@ def shift(gap: Gap, level: float) -> tuple[Answer, Gap]:
     votes = {lag: int((best_lag == lag).sum()) for lag in _LAGS}
     lag = max(votes, key=votes.__getitem__)
     total, others = int(has_pairs.sum()), sum(votes.values()) - votes[lag]
+    # Unrelated sides agree by chance in one block of a hundred, and then at any lag.
     share, p = votes[lag] / total, binomial_tail(votes[lag], total, 0.01)
     is_large = share >= 0.02 and votes[lag] >= max(3, 3 * others)
     evidence = f"{share:.1%} of {total} blocks of {_BLOCK} tokens agree when the trainer's values move by {lag:+d}"
@@ -104,10 +107,7 @@ def realigned(gap: Gap, lag: int) -> Gap:
     dropped."""
     pairs = [_pairs(gap, shift_by) for shift_by in (0, lag)]
     size = len(gap.step)
-    sums = []
-    for t, other in pairs:
-        distance = np.minimum(np.abs(gap.trainer[t] - gap.engine[other]), 1.0)
-        sums.append(np.bincount(gap.document[t], weights=distance, minlength=size))
+    sums = [np.bincount(gap.document[t], _distance(gap, t, other), size) for t, other in pairs]
     moves = sums[1] < sums[0]
     (stay, _), (t, other) = pairs
     stay, moved = stay[~moves[gap.document[stay]]], moves[gap.document[t]]

@@ -98,7 +98,7 @@ def _evaluate(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> _Pe
         sequences, of_sequences = sequence_fields(policy_loss, logprobs)
     is_found = [True, True, True, True, known.bonus is not None, known.kl is not None]
     is_found += [of_objective, of_objective, terms.opsm_anchor is not None]
-    count = len(is_found) - is_found[::-1].index(True)  # fields up to the last one that is found
+    count = len(is_found) - is_found[::-1].index(True)  # up to the last one found: a view costs the host 1 µs
     out = torch.empty(count, rows, dtype=torch.float32, device=logprobs.device)
     if rows:
         read = logprobs, entropy, field_pointers(policy_loss), sequences
