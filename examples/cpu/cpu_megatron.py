@@ -119,6 +119,7 @@ def _patch_torch_accelerator() -> None:
 
 
 def _patch_megatron() -> None:
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -136,3 +137,7 @@ def _patch_megatron() -> None:
     random.CheckpointFunction.backward = staticmethod(recompute)
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+    # Megatron frees an activation after it was handed to isend: NCCL has copied it in stream order, gloo reads it later.
+    schedules.deallocate_output_tensor = lambda *args, **kwargs: None
+    schedules.custom_backward = torch.autograd.backward  # Megatron's own expects a freed activation

@@ -112,11 +112,12 @@ class Policy:
         device = next(self._chunks[0].parameters()).device
         index = zigzag_index([self._width], cp_rank=cp_rank, cp_size=cp_size)
         local, positions = rows[:, index].to(device), index.expand(len(rows), -1).to(device)
+        is_virtual = len(self._chunks) > 1  # then Megatron wants a micro-batch per stage at least: the same rows again
         data = get_forward_backward_func()(
             forward_step_func=partial(_forward, local, positions),
-            data_iterator=[None] * len(self._chunks) if len(self._chunks) > 1 else None,
+            data_iterator=[None] * len(self._chunks) if is_virtual else None,
             model=self._chunks,
-            num_microbatches=1,
+            num_microbatches=mpu.get_pipeline_model_parallel_world_size() if is_virtual else 1,
             seq_length=self._width,
             micro_batch_size=len(rows),
             forward_only=True,

@@ -29,7 +29,7 @@ from megatron_pg.flags.banner import describe, in_force
 from megatron_pg.plan.documents import Documents, EndOfDocuments
 from megatron_pg.pretrain.data import checked_data
 from megatron_pg.pretrain.documents import RunDocuments
-from megatron_pg.pretrain.errors import ON_EVERY_RANK, raised_on_every_rank, report_when_shown, shown_once
+from megatron_pg.pretrain.errors import ON_EVERY_RANK, raise_on_every_rank, raised_on_every_rank, report_when_shown, shown_once
 from megatron_pg.pretrain.log import RunLog
 from megatron_pg.pretrain.startup import start
 from megatron_pg.step.experts import RoutingReplay
@@ -200,12 +200,22 @@ class _Run:
             yield
 
     def build_model(self, provider: Callable, *positional: object, **keywords: object):
-        """The user's model with our loss in it, built after our validation."""
-        step = self.step
-        with raised_on_every_rank("E64"):
+        """The user's model with our loss in it, built after our validation.
+
+        The ranks compare their errors after the last virtual stage. If embeddings are tied, Megatron reduces them between
+        the first stage of the first rank and the last stage of the last rank, while these are built. A comparison after
+        every virtual stage would make the last rank wait here for the first one, which waits there for the last.
+        """
+        step, error, model = self.step, None, None
+        try:
             model = provider(*positional, **keywords)
             if getattr(model, "post_process", True):
                 step.attach(model)
+        except Exception as failure:
+            error = failure
+        num_virtual = get_args().virtual_pipeline_model_parallel_size or 1
+        if error is not None or keywords.get("vp_stage") in (None, num_virtual - 1):
+            raise_on_every_rank(error, "E64")
         return model
 
     def datasets_provider(self, provider: Callable) -> Callable:

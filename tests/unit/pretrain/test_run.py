@@ -200,7 +200,7 @@ def fails_on_rank_1(rank: int, *positional: object, **keywords: object) -> tuple
 
 
 def test_a_provider_that_fails_on_one_rank_stops_every_rank_with_its_error(monkeypatch):
-    args = Namespace(docs_per_step=0, train_iters=1, skip_train=False)
+    args = Namespace(docs_per_step=0, train_iters=1, skip_train=False, virtual_pipeline_model_parallel_size=None)
     monkeypatch.setattr(run, "get_args", lambda: args)
 
     def data(rank: int) -> object:
@@ -216,6 +216,24 @@ def test_a_provider_that_fails_on_one_rank_stops_every_rank_with_its_error(monke
         assert isinstance(errors[1], OSError)
         for rank in (0, 2):
             assert errors[rank].violations == [("E64", "rank 1: OSError: no such shard")]
+
+
+def test_ranks_compare_their_errors_only_after_the_last_virtual_stage(monkeypatch):
+    """Rank 1 builds its first stage; rank 0's waits in Megatron until rank 1 builds its last."""
+    monkeypatch.setattr(run, "get_args", lambda: Namespace(virtual_pipeline_model_parallel_size=2))
+    compared = []
+    monkeypatch.setattr(run, "raise_on_every_rank", lambda error, rule: compared.append(error))
+    session = run._Run(None, print, None)
+    session.step = SimpleNamespace(attach=lambda model: model)
+    for stage, expected in ((0, 0), (1, 1)):
+        session.build_model(lambda **given: SimpleNamespace(post_process=False), vp_stage=stage)
+        assert len(compared) == expected
+
+    def fails(**given: object) -> None:
+        raise OSError("no such shard")
+
+    session.build_model(fails, vp_stage=0)
+    assert isinstance(compared[-1], OSError)
 
 
 def arguments(*flags: str) -> Namespace:
