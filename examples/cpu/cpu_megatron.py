@@ -138,6 +138,6 @@ def _patch_megatron() -> None:
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
-    # Megatron frees an activation after it was handed to isend: NCCL has copied it in stream order, gloo reads it later.
+    # Megatron frees an activation that isend was given: NCCL reads it in the order of the stream, gloo later.
     schedules.deallocate_output_tensor = lambda *args, **kwargs: None
     schedules.custom_backward = torch.autograd.backward  # Megatron's own expects a freed activation

@@ -29,7 +29,13 @@ from megatron_pg.flags.banner import describe, in_force
 from megatron_pg.plan.documents import Documents, EndOfDocuments
 from megatron_pg.pretrain.data import checked_data
 from megatron_pg.pretrain.documents import RunDocuments
-from megatron_pg.pretrain.errors import ON_EVERY_RANK, raise_on_every_rank, raised_on_every_rank, report_when_shown, shown_once
+from megatron_pg.pretrain.errors import (
+    ON_EVERY_RANK,
+    raise_on_every_rank,
+    raised_on_every_rank,
+    report_when_shown,
+    shown_once,
+)
 from megatron_pg.pretrain.log import RunLog
 from megatron_pg.pretrain.startup import start
 from megatron_pg.step.experts import RoutingReplay
@@ -202,9 +208,9 @@ class _Run:
     def build_model(self, provider: Callable, *positional: object, **keywords: object):
         """The user's model with our loss in it, built after our validation.
 
-        The ranks compare their errors after the last virtual stage. If embeddings are tied, Megatron reduces them between
-        the first stage of the first rank and the last stage of the last rank, while these are built. A comparison after
-        every virtual stage would make the last rank wait here for the first one, which waits there for the last.
+        The ranks compare their errors after the last virtual stage. If embeddings are tied, the first stage of the
+        first rank and the last stage of the last rank wait for each other while Megatron builds them. If the ranks also
+        compared after earlier stages, the last rank would wait here, and the first one there.
         """
         step, error, model = self.step, None, None
         try:

@@ -53,8 +53,8 @@ def sampled(folder, full):
 
 @launches.launch
 def of_two_stages(folder, full):
-    """bfloat16 stages, and logits in float32 on the last: what is sent has one dtype. The model is a HybridModel with tied
-    embeddings and two virtual stages per rank."""
+    """bfloat16 stages, and logits in float32 on the last: what is sent has one dtype. The model is a HybridModel with
+    tied embeddings and two virtual stages per rank."""
     stages = ["--pipeline-model-parallel-size", "2", "--hybrid-layer-pattern", "*|-|*|-", "--micro-batch-size", "4"]
     return launch(folder, *stages, "--bf16", "--pg-fused-head", "--warm-up-iters", "0", "--train-iters", "2")
 
