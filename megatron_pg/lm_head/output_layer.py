@@ -14,7 +14,10 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.lm_head import fp32_logits
 
-_MEGATRONS = "megatron.core.tensor_parallel.layers", "ColumnParallelLinear"
+_MEGATRONS = (
+    ("megatron.core.tensor_parallel.layers", "ColumnParallelLinear"),
+    ("megatron.core.transformer.linear_cross_entropy", "LinearCrossEntropyModule"),  # the same, unless asked for a loss
+)
 _BRIDGE = "megatron.bridge.models.", ("Gemma2OutputLayer.forward", "Gemma4OutputLayer.forward")  # cap the logits
 _STAND_INS = 0.0, 2.0**14  # exact in every dtype; a scale, a bias or a cap changes at least one of them
 
@@ -187,11 +190,11 @@ def check_layer(layer: Any, *, is_fused: bool) -> None:
 
 
 def _is_megatrons(function: Any, name: str) -> bool:
-    """Whether it is ColumnParallelLinear's own, which a subclass, an instance or a patch may have replaced."""
+    """Whether it is that of Megatron's output layers, which a subclass, an instance or a patch may have replaced."""
     plain = getattr(function, "__func__", function)
-    module, kind = _MEGATRONS
     origin = getattr(plain, "__module__", None), getattr(plain, "__qualname__", None)
-    return origin == (module, f"{kind}.{name}") and not hasattr(plain, "__wrapped__")
+    is_named = origin in [(module, f"{kind}.{name}") for module, kind in _MEGATRONS]
+    return is_named and not hasattr(plain, "__wrapped__")
 
 
 def _call(arguments: dict[str, Any]) -> HeadCall:

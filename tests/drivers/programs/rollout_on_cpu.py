@@ -5,6 +5,8 @@ No rollout needs a stand-in: both hosts train from recorded rollouts on request.
 
 import argparse
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,8 +14,8 @@ import job
 
 ABSENT = (
     *("sglang", "sglang_router", "megatron.bridge", "torch_memory_saver", "mooncake", "transformer_engine", "wandb"),
-    "megatron.training.tokenizer",  # which megatron-core 0.17.1 lacks
 )
+LATER = ("megatron.training.tokenizer",)  # which megatron-core 0.17.1 lacks
 COLUMNS = {  # of a micro-batch, by the recorder's names
     "tokens": "tokens",
     "mask": "loss_masks",
@@ -37,13 +39,20 @@ def prepare(host: str, *, data: str, absent: Sequence[str] = (), contents: Mappi
         "sglang_router.launch_router": {"RouterArgs": RouterArgs},
         "megatron.training.tokenizer.tokenizer": {"_vocab_size_with_padding": lambda size, args: size},
     }
+    lacking = [name for name in LATER if not _has(name)]
     changes = {
         f"{host}.ray.placement_group": _start_ray,
         f"{host}.backends.megatron_utils.arguments": _set_older_names,
         data: _record_samples,
         **after,
     }
-    job.prepare([*ABSENT, *absent], held | dict(contents), changes)
+    job.prepare([*ABSENT, *lacking, *absent], held | dict(contents), changes)
+
+
+def _has(name: str) -> bool:
+    """Whether the Megatron of the job has this package; nothing is imported."""
+    top, *below = name.split(".")
+    return any(Path(place, *below).is_dir() for place in find_spec(top).submodule_search_locations)
 
 
 def _start_ray(groups: ModuleType) -> None:
@@ -61,8 +70,8 @@ def _set_older_names(arguments: ModuleType) -> None:
     set_defaults = getattr(arguments, name)
 
     def set_default_megatron_args(args: argparse.Namespace) -> Any:
-        args.enable_gloo_process_groups = True
-        args.use_checkpoint_lr_scheduler = args.override_lr_scheduler = False
+        older = dict.fromkeys(("use_checkpoint_lr_scheduler", "override_lr_scheduler"), False)
+        vars(args).update(older | {"enable_gloo_process_groups": True} | vars(args))
         return set_defaults(args)
 
     setattr(arguments, name, set_default_megatron_args)

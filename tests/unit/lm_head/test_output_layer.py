@@ -52,6 +52,17 @@ class Same(ColumnParallelLinear):
     """A subclass that adds nothing to the forward, as sharding wrappers make one."""
 
 
+class WithLoss(ColumnParallelLinear):
+    """Megatron's LinearCrossEntropyModule, which releases on the package registry do not have."""
+
+    def forward(self, input_, weight=None, runtime_gather_output=None, output_cross_entropy_loss=False, labels=None):
+        assert (output_cross_entropy_loss, labels) == (False, None)
+        return super().forward(input_, weight, runtime_gather_output)
+
+    forward.__module__ = "megatron.core.transformer.linear_cross_entropy"
+    forward.__qualname__ = "LinearCrossEntropyModule.forward"
+
+
 def layer_of(kind: type = ColumnParallelLinear) -> ColumnParallelLinear:
     config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1, use_cpu_initialization=True)
     return kind(WIDTH, VOCABULARY, config=config, init_method=torch.nn.init.normal_, bias=False, tp_group=ALONE)
@@ -106,12 +117,19 @@ def test_an_output_layer_that_does_more_than_the_product_is_refused_by_name(chan
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [ColumnParallelLinear, Same])
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, Same, WithLoss])
 def test_megatrons_own_forward_is_accepted_and_stays_so_with_the_head_in_it(kind, mode):
     layer = layer_of(kind)
     head = head_in(layer, mode)
     head.install([SimpleNamespace(output_layer=layer)])
     check_layer(layer, is_fused=mode is not None)
+    check_softcap(layer, CAP)
+    states = torch.randn(3, 1, WIDTH)
+    returned, _ = layer(states)
+    if mode is None:
+        torch.testing.assert_close(returned, states @ layer.weight.t())
+    else:
+        torch.testing.assert_close(head.take(returned).hidden, states, rtol=0, atol=0)
 
 
 def test_a_product_that_is_replaced_over_the_head_is_refused():
