@@ -10,7 +10,8 @@
 # `make prove` runs every case that docs/proof.md counts and writes that page, `make prove PART=ranks` one of its parts (the page
 # lists them). Part releases runs on the other megatron-core releases named by RELEASES (0.18.2 and 0.19.2 need Python 3.12:
 # make prove PART=releases PYTHON=python3.12 RELEASES="0.16.1 0.18.2 0.19.2"), part hosts in the loops of other trainers whose
-# checkouts are folders of HOSTS (slime, miles, nemo_rl), and part kernels compiles with every Triton of TRITONS.
+# checkouts are folders of HOSTS (slime, miles, nemo_rl), and part kernels compiles with every Triton of TRITONS. If HOSTS names
+# commits (make prove HOSTS="../slime@v0.3.1 ../miles@31f1ca96"), those are tested alone, for the table of docs/hosts/drivers.md.
 PYTHON ?= python3
 CONSTRAINTS ?= constraints/cpu.txt
 PIP_ARGS ?=
@@ -47,12 +48,14 @@ drivers: .venv/ready $(DRIVERS)
 chat: .venv/ready $(CHAT) $(filter $(SMOLLM2),$(MODEL))
 	PYTHON=$(BIN)/python PYTHONPATH=$(CHAT) MODEL=$(MODEL) bash examples/chat/launch.sh $(ARGS)
 
-# What a part of the proof installs, when that part is asked for or all of them are.
-needs = $(if $(or $(if $(PART),,all),$(filter $(1),$(PART))),$(2))
+# What a part of the proof installs, when that part is asked for or all of them are; commits need what drivers do.
+COMMITS := $(if $(findstring @,$(HOSTS)),drivers)
+needs = $(if $(or $(if $(PART)$(COMMITS),,all),$(filter $(1),$(or $(COMMITS),$(PART)))),$(2))
 
 prove: .venv/ready $(call needs,hosts,$(VERL)) $(call needs,drivers,$(DRIVERS)) $(call needs,chat,$(CHAT) $(SMOLLM2)) $(call needs,kernels,$(TRITONS:%=.venv/triton-%)) \
 		$(call needs,releases,$(patsubst %,.venv/megatron-core-%,$(filter-out $(MEGATRON_CORE),$(RELEASES))))
-	HOSTS=$(HOSTS) $(BIN)/python tests/helpers/proof.py $(PART) $(if $(ARGS),-- $(ARGS))
+	$(if $(COMMITS),$(BIN)/python tests/helpers/versions.py $(HOSTS),\
+		HOSTS=$(HOSTS) $(BIN)/python tests/helpers/proof.py $(PART) $(if $(ARGS),-- $(ARGS)))
 
 papers: .venv/ready
 	@for name in $(PAPERS); do $(BIN)/python papers/$$name.py || exit 1; done

@@ -36,8 +36,8 @@ def stand_in(folder, full):
 
 
 def own(folder, full, host: str) -> dict | None:
-    path = host_runs.checkout(host.upper()) if full else None
-    return path and host_runs.figures(folder, f"{host}_host", full=True, **{host.upper(): path})
+    path = host_runs.checkout(host.upper())
+    return path and host_runs.figures(folder, f"{host}_host", full=full, **{host.upper(): path})
 
 
 @launches.launch

@@ -30,8 +30,9 @@ class Step:
 
     @property
     def samples(self) -> list[dict]:
-        """Of all data-parallel ranks, in the order of their tokens."""
-        found = [sample for place, samples, _ in self._ranks if not any(place[1:]) for sample in samples]
+        """Of all data-parallel ranks, in the order of their tokens, from the last pipeline stage."""
+        last = [0, 0, max(place[-1] for place, *_ in self._ranks)]
+        found = [sample for place, samples, _ in self._ranks if place[1:] == last for sample in samples]
         return sorted(found, key=lambda sample: (sample["tokens"], sample["advantages"]))
 
     @property

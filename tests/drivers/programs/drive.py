@@ -158,6 +158,7 @@ ROLLOUT_HOST = {
     "global_batch_size": PROMPTS * GROUP // STEPS_PER_ROLLOUT,
     "actor_num_nodes": 1,
     "actor_num_gpus_per_node": job.GPUS,
+    "num_layers": 2,
     "hidden_size": 16,
     "num_attention_heads": 2,
     "ffn_hidden_size": 32,
@@ -211,7 +212,7 @@ def begin_rollout_host(
     """
     start = inputs / ("model" if host == "slime" else "empty")
     values = ROLLOUT_HOST | sizes(layout)
-    values["num_rollout"], values["num_layers"] = rollouts, layout.get("pipeline", 1)
+    values["num_rollout"] = rollouts
     values["load_debug_rollout_data"] = inputs / f"rollout_{'{rollout_id}' if rollouts <= ROLLOUTS else 0}.pt"
     values |= {"hf_checkpoint": inputs / "model", "load" if host == "slime" else "ref_load": start}
     if checkpoints is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 SHAPE = {  # of transformers' LlamaConfig
     "vocab_size": 64,
     "hidden_size": 16,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 2,  # a stage of a pipeline has at least one
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "intermediate_size": 32,

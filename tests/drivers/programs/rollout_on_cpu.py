@@ -23,6 +23,7 @@ COLUMNS = {  # of a micro-batch, by the recorder's names
     "old": "log_probs",
     "rollout": "rollout_log_probs",
 }
+SLICED = ("advantages", "old", "rollout")  # of which a context-parallel rank has its tokens only
 
 
 class RouterArgs:
@@ -82,11 +83,28 @@ def _record_samples(data: ModuleType) -> None:
 
     def get_next(self: Any, keys: Sequence[str]) -> dict:
         batch = take(self, keys)
-        if "advantages" in keys:  # the pass that trains
-            job.recorder.add_samples(**{name: batch[column] for name, column in COLUMNS.items()})
+        if batch.get("advantages") is not None:  # the pass that trains, on the last pipeline stage
+            columns = {name: batch[column] for name, column in COLUMNS.items()}
+            of_ranks = {name: map(_whole, columns[name], columns["tokens"], columns["mask"]) for name in SLICED}
+            job.recorder.add_samples(**columns | of_ranks)
         return batch
 
     data.DataIterator.get_next = get_next
+
+
+def _whole(values: Any, tokens: Any, mask: Any) -> Any:
+    """[R] float32: a response's values of all context-parallel ranks, each of which has two chunks of the sequence."""
+    import torch
+    from megatron.core import parallel_state as groups
+
+    size, rank = groups.get_context_parallel_world_size(), groups.get_context_parallel_rank()
+    if size == 1:
+        return values
+    chunks = torch.arange(len(tokens) - 1)[-len(mask) :] // -(-len(tokens) // (2 * size))  # a token's logits precede it
+    whole = torch.zeros(len(mask))
+    whole[(chunks == rank) | (chunks == 2 * size - 1 - rank)] = values
+    torch.distributed.all_reduce(whole, group=groups.get_context_parallel_group())
+    return whole
 
 
 def provide(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:

@@ -11,10 +11,9 @@ CHECKOUTS = ("SLIME", "MILES", "NEMO_RL")
 
 
 def checkout(name: str) -> str | None:
-    """The folder of a host's checkout: the variable of its name, or a folder of HOSTS."""
-    if name in os.environ:
-        return os.environ[name]
-    return os.path.join(os.environ["HOSTS"], name.lower()) if os.environ.get("HOSTS") else None
+    """The folder of a host's checkout: the variable of its name, or a folder of HOSTS, where it is one."""
+    folder = os.path.join(os.environ.get("HOSTS", ""), name.lower())
+    return os.environ.get(name) or (folder if os.environ.get("HOSTS") and os.path.isdir(folder) else None)
 
 
 def figures(folder: Path, module: str, *, full: bool, **variables: str) -> dict:

@@ -26,8 +26,8 @@ from megatron_pg.rollouts.sample import Sample
 
 EPS_LOW, EPS_HIGH = 0.2, 0.28
 PACKAGES = (
-    *("huggingface_hub", "megatron.bridge", "mooncake", "polars", "psutil", "ray", "sglang", "tokenizers"),
-    *("torch_memory_saver", "tqdm", "transformers", "wandb"),
+    *("huggingface_hub", "megatron.bridge", "mooncake", "polars", "psutil", "ray", "sglang", "sglang_router"),
+    *("tokenizers", "torch_memory_saver", "tqdm", "transformers", "wandb"),
 )
 STORE = {"remote": lambda decorated: decorated, "get": lambda value: value, "put": lambda value, **options: value}
 OFF = (
