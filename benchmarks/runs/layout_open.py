@@ -16,7 +16,7 @@ def in_open_step(
     *,
     weight_version: int | None,
     model: Any,
-    data_iterator: Iterator,
+    data_iterator: Iterator | list[Iterator],
     num_microbatches: int,
     **given: Any,
 ) -> list[dict]:
@@ -24,10 +24,12 @@ def in_open_step(
 
     Data-parallel ranks add different numbers of micro-batches at a time.
     """
-    batches = [next(data_iterator) for _ in range(num_microbatches)]
+    source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator  # of virtual pipeline stages
+    batches = [next(source) for _ in range(num_microbatches)]
     opened = step.open_step(model, expected=EXPECTED, weight_version=weight_version, **given)
-    first = 1 + mpu.get_data_parallel_rank()
+    unit = mpu.get_pipeline_model_parallel_world_size() if source is not data_iterator else 1
+    first = unit * (1 + mpu.get_data_parallel_rank())
     opened.add(batches[:first])
-    opened.add(batches[first:-1])
-    opened.close(batches[-1:])
+    opened.add(batches[first:-unit])
+    opened.close(batches[-unit:])
     return [{}]  # losses for Megatron's log line, which our own replaces

@@ -13,6 +13,7 @@ stream;
 On a GPU nothing here is imported.
 """
 
+import collections
 import contextlib
 import functools
 import os
@@ -84,7 +85,7 @@ def _patch_torch_cuda() -> None:
         "current_device": cpu,
         "get_device_properties": properties,
         "get_device_capability": (0, 0),
-        "memory_stats": {},
+        "memory_stats": collections.defaultdict(int),
         "mem_get_info": (0, 0),
         "current_stream": _NoStream(),
         "default_stream": _NoStream(),

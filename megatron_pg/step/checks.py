@@ -36,7 +36,7 @@ def check_model(chunks: list[Any], settings: LossSettings, *, forward_only: bool
         raise ScheduleError(
             "config.finalize_model_grads_func is None; set it to megatron.core.distributed.finalize_model_grads"
         )
-    _check_prediction(chunks[0], settings)
+    _check_prediction(chunks[-1], settings)
     if not forward_only:
         _check_wrapper(chunks[0], settings)
     if getattr(config, "overlap_moe_expert_parallel_comm", False) and not _has(chunks[0], "build_schedule_plan"):
@@ -77,6 +77,13 @@ def _check_prediction(model: Any, settings: LossSettings) -> None:
         raise ScheduleError(
             "multi-token prediction with learned positions and pipeline parallelism has a second copy of the position "
             "embedding, and Megatron does not add its gradient to the first; use rope or one pipeline stage"
+        )
+    has_copy = stages > 1 and _has(model, "mtp_process") and not get_attr_wrapped_model(model, "pre_process")
+    if has_copy and parallel_state.get_embedding_group(check_initialized=False) is None:
+        raise ScheduleError(
+            "multi-token prediction has a copy of the word embedding on a pipeline stage outside Megatron's embedding "
+            "group, so its gradient would be lost; give pretrain or initialize_model_parallel a get_embedding_ranks "
+            "with that stage, or move m to the last stage of --pipeline-model-parallel-layout"
         )
 
 

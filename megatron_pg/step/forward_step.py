@@ -238,7 +238,7 @@ class PolicyGradientStep:
         call = ScheduleCall.of({**arguments, **given, "model": model}, weight_version)
         checks.check_model(call.chunks, self.settings, forward_only=False, is_attached=self._loss.is_attached)
         checks.check_open(call.chunks, takes_documents=self.documents is not None, dynamic_cp=self._dynamic_cp)
-        self._loss.check_layer(next(call.chunks[0].parameters()).device)
+        self._loss.check_layer(call.device)
         self.steps += 1
         parts = StepParts(
             settings=self.settings,
@@ -321,9 +321,8 @@ class PolicyGradientStep:
         return planned.plan, self._slices(call, planned), documents
 
     def _slices(self, call: ScheduleCall, planned: PlannedStep) -> list[LocalBatch]:
-        device = next(call.chunks[0].parameters()).device
         of_all = None if self._groups else parallel_state.get_context_parallel_group()
-        return planned.slices(lambda batch: self._groups.of(batch) if self._groups else of_all, device)
+        return planned.slices(lambda batch: self._groups.of(batch) if self._groups else of_all, call.device)
 
     def _check(self, call: ScheduleCall, batches: Sequence[PackedBatch]) -> None:
         model = call.chunks[0]
@@ -345,7 +344,7 @@ class PolicyGradientStep:
             checks.check_model(
                 call.chunks, self.settings, forward_only=call.forward_only, is_attached=self._loss.is_attached
             )
-            self._loss.check_layer(next(call.chunks[0].parameters()).device)
+            self._loss.check_layer(call.device)
             if self._groups:
                 takes_a_ranks_own = takes_documents and not isinstance(self.documents, SharedDocumentAccumulator)
                 checks.check_dynamic_cp(call.chunks, self.settings, takes_documents=takes_a_ranks_own)

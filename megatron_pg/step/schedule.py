@@ -3,9 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
+import torch
+
 from megatron_pg.batch import LocalBatch
+from megatron_pg.plan.collectives import device_of
 from megatron_pg.plan.documents import schedulable_count
 
 
@@ -41,6 +45,12 @@ class ScheduleCall:
     def config(self) -> Any:
         """The TransformerConfig of the model."""
         return self.chunks[0].config
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's parameters; its pipeline stages may be empty, the first one or all."""
+        first = next(chain.from_iterable(chunk.parameters() for chunk in self.chunks), None)
+        return device_of(None) if first is None else first.device
 
     def schedulable(self, num_stages: int) -> Callable[[int], int]:
         """Returns the smallest number of micro-batches, at least the given one, that `num_stages` stages can run."""

@@ -31,7 +31,7 @@ def session(monkeypatch):
     """A session whose step is a stub; `args` are what Megatron would have."""
     session = run._Run(None, lambda text: None, None)
     session.step = SimpleNamespace(documents=None, settings=None, state_dict=dict)
-    session.args = Namespace(docs_per_step=8, seq_length=24, log_interval=2, train_iters=1)
+    session.args = Namespace(docs_per_step=8, seq_length=24, log_interval=2, train_iters=1, eval_iters=0)
     monkeypatch.setattr(run, "get_args", lambda: session.args)
     monkeypatch.setattr(errors, "all_gather_rows", lambda row, error: row[None])
     return session
@@ -146,6 +146,7 @@ def test_megatron_is_left_as_it_was_however_the_run_ends(monkeypatch, error):
 
 
 THREE, NOT_ONE = r"expected \(train, valid, test\)\. Return \(training", "as training data, which is not an iterator"
+EVALUATED = {"eval_iters": 2, "full_validation": False}
 REFUSED = [  # what the provider returns, --docs-per-step, and what is wrong
     (itertools.count(), 0, f"a count, {THREE}"),  # not drained
     (None, 0, f"a NoneType, {THREE}"),
@@ -157,12 +158,14 @@ REFUSED = [  # what the provider returns, --docs-per-step, and what is wrong
     ((None, None, None), 0, "None for training data, but --train-iters is 5"),
     ((iter(()), None, None), 8, "a tuple_iterator for training, but --docs-per-step is 8"),
     ((Documents(begin=lambda position: iter(())), None, None), 0, "Documents, but --docs-per-step is 0"),
+    ((iter(()), None, None), 0, "a NoneType as validation data, but --eval-iters is 2"),
+    ((iter(()), [1, 2], None), 0, "a list as validation data, but --eval-iters is 2"),
 ]
 
 
 @pytest.mark.parametrize(("returned", "documents", "wrong"), REFUSED)
 def test_a_provider_that_returns_something_else_is_refused(session, returned, documents, wrong):
-    session.args = Namespace(docs_per_step=documents, train_iters=5, skip_train=False)
+    session.args = Namespace(docs_per_step=documents, train_iters=5, skip_train=False, **EVALUATED)
     with pytest.raises(ValueError, match=f"dataset provider returned {wrong}"):
         session.datasets_provider(lambda num_samples: returned)(None)
 
@@ -173,10 +176,16 @@ def test_training_data_are_iterators_or_none_where_nothing_is_trained(session, t
         return train, None, None
 
     provider.is_distributed = True
-    session.args = Namespace(docs_per_step=0, train_iters=5, skip_train=True)
+    session.args = Namespace(docs_per_step=0, train_iters=5, skip_train=True, eval_iters=0)
     wrapped = session.datasets_provider(provider)
     assert wrapped.is_distributed  # Megatron asks the function
     assert wrapped(None) == (train, None, None)
+
+
+@pytest.mark.parametrize("valid", [iter(()), [iter(())]])
+def test_validation_data_are_iterators(session, valid):
+    session.args = Namespace(docs_per_step=0, train_iters=5, skip_train=False, **EVALUATED)
+    assert session.datasets_provider(lambda num_samples: (iter(()), valid, None))(None)[1] is valid
 
 
 def told(build: Callable[[int], object]) -> dict[int, Exception]:
@@ -200,7 +209,8 @@ def fails_on_rank_1(rank: int, *positional: object, **keywords: object) -> tuple
 
 
 def test_a_provider_that_fails_on_one_rank_stops_every_rank_with_its_error(monkeypatch):
-    args = Namespace(docs_per_step=0, train_iters=1, skip_train=False, virtual_pipeline_model_parallel_size=None)
+    args = Namespace(docs_per_step=0, train_iters=1, skip_train=False, eval_iters=0)
+    args.virtual_pipeline_model_parallel_size = None
     monkeypatch.setattr(run, "get_args", lambda: args)
 
     def data(rank: int) -> object:

@@ -16,7 +16,7 @@ from samples import plain_sample
 
 from megatron_pg import ContextRanks, Sample, StepPlan, pack
 from megatron_pg.plan.errors import ScheduleError, StepPlanError
-from megatron_pg.step import checks
+from megatron_pg.step import checks, schedule
 from megatron_pg.step.context_groups import ContextGroups
 from megatron_pg.step.findings import before_finalize
 from megatron_pg.step.schedule import ScheduleCall
@@ -160,6 +160,32 @@ def test_multi_token_prediction_that_would_escape_its_weights_is_refused(monkeyp
     loss = dataclasses.replace(simulation.settings("sample_mean", per_token=False), mtp_depths=1)
     with refused(message):
         checks.check_model([model], loss, forward_only=False, is_attached=True)
+
+
+@pytest.mark.parametrize(
+    ("stages", "is_first", "group", "is_lost"),
+    [(4, False, None, True), (4, False, ALONE, False), (4, True, None, False), (1, False, None, False)],
+)
+def test_an_embedding_whose_gradient_megatron_would_not_add_is_refused(monkeypatch, stages, is_first, group, is_lost):
+    """A stage with predictions, in the middle of a layout, is not in the embedding group that Megatron makes itself."""
+    monkeypatch.setattr(checks.parallel_state, "get_pipeline_model_parallel_world_size", lambda: stages)
+    monkeypatch.setattr(checks.parallel_state, "get_embedding_group", lambda check_initialized: group)
+    config = {"mtp_num_layers": 1, "calculate_per_token_loss": False, "finalize_model_grads_func": print}
+    first, last = model_of(**config), model_of(**config)
+    for chunk, has_predictions in ((first, False), (last, True)):
+        vars(chunk).update(post_process=False, pre_process=is_first, mtp_process=has_predictions)
+    loss = dataclasses.replace(simulation.settings("sample_mean", per_token=False), mtp_depths=1)
+    with refused("outside Megatron's embedding group" if is_lost else None):
+        checks.check_model([first, last], loss, forward_only=False, is_attached=True)
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (0, 2), (2, 0)])
+def test_a_rank_whose_pipeline_stages_are_empty_has_a_device(monkeypatch, sizes):
+    """As with `--pipeline-model-parallel-layout "E||tt|L"`."""
+    monkeypatch.setattr(schedule, "device_of", lambda group: torch.device("cpu"))
+    kinds = ([torch.nn.Linear(1, 1, device="meta")] * size for size in sizes)
+    found = schedule_call([torch.nn.Sequential(*layers) for layers in kinds], seq_length=1, micro_batch_size=1).device
+    assert found.type == ("meta" if any(sizes) else "cpu")
 
 
 @pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
