@@ -34,6 +34,13 @@ def _is_sharded(facts: Facts, name: str) -> bool:
     return bool(facts.megatron("use_megatron_fsdp")) and isinstance(given, int) and given > 1
 
 
+def _leaves_experts_unreduced(facts: Facts) -> bool:
+    """Whether experts have their own tensor parallelism, and Megatron reduces them like all other parameters."""
+    sizes = (facts.megatron(f"{name}_parallel_size") or 1 for name in ("expert_tensor", "tensor_model", "expert_model"))
+    of_experts, of_model, num_shares = sizes
+    return bool(facts.megatron("num_experts")) and num_shares == 1 and of_experts != of_model
+
+
 def _is_per_token(facts: Facts) -> bool:
     return facts.is_per_token or facts.per_token is True
 
@@ -103,6 +110,12 @@ REFUSED: tuple[tuple[str, Callable[[Facts], bool], str], ...] = (
         "every micro-batch; use token_mean, --data-parallel-sharding-strategy optim, or no expert parallelism",
     ),
     ("ddp_average_in_collective", _is_per_token, "E18 {flag} divides by ranks and cannot be combined with token_mean"),
+    (
+        "expert_tensor_parallel_size",
+        _leaves_experts_unreduced,
+        "E17 {flag} {value} is not --tensor-model-parallel-size, and without expert parallelism Megatron does not add "
+        "experts' gradients of these ranks; remove it, or use --expert-model-parallel-size 2 or more",
+    ),
     (
         "defer_embedding_wgrad_compute",
         _has_own_head,

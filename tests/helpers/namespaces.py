@@ -26,8 +26,8 @@ OFF = (
     "use_torch_fsdp2",
 )  # fmt: skip
 ABSENT = (
-    "loss_scale", "moe_z_loss_coeff", "mtp_num_layers", "num_experts", "output_logit_dtype", "rampup_batch_size",
-    "recompute_granularity", "train_samples",
+    "expert_tensor_parallel_size", "loss_scale", "moe_z_loss_coeff", "mtp_num_layers", "num_experts",
+    "output_logit_dtype", "rampup_batch_size", "recompute_granularity", "train_samples",
 )  # fmt: skip
 ONE = (
     "context_parallel_size", "expert_model_parallel_size", "gtp_weight_remat_size",
