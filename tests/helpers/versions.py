@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "hosts" / "drivers.md"
+TESTS = Path(__file__).resolve().parents[1]
+PAGE = TESTS.parent / "docs" / "hosts" / "drivers.md"
 HEAD = "| host | commit | committed | passed | failed | first error | run on |\n|---|---|---|---:|---:|---|---|\n"
 SELECTIONS = {  # of a host: a file, and what `-k` selects in it and in tests/drivers
     "slime": ("tests/hosts/test_rollout_hosts.py", "slime and (drivers or (its and own))"),
@@ -45,7 +45,8 @@ def tested(checkout: str, host: str, commit: str) -> tuple[str, ...]:
             file, selected = SELECTIONS[host]
             command = [sys.executable, "-m", "pytest", "-q", file, "tests/drivers", "-k", selected]
             environment = os.environ | {"HOSTS": folder, host.upper(): place}
-            subprocess.run([*command, f"--junitxml={out}"], cwd=ROOT, env=environment, check=False, stdout=sys.stderr)
+            command.append(f"--junitxml={out}")
+            subprocess.run(command, cwd=TESTS.parent, env=environment, check=False, stdout=sys.stderr)
         finally:
             git(checkout, "worktree", "remove", "--force", place)
         today = str(datetime.date.today())
