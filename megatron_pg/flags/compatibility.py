@@ -36,9 +36,9 @@ def _is_sharded(facts: Facts, name: str) -> bool:
 
 def _leaves_experts_unreduced(facts: Facts) -> bool:
     """Whether experts have their own tensor parallelism, and Megatron reduces them like all other parameters."""
-    sizes = (facts.megatron(f"{name}_parallel_size") or 1 for name in ("expert_tensor", "tensor_model", "expert_model"))
-    of_experts, of_model, num_shares = sizes
-    return bool(facts.megatron("num_experts")) and num_shares == 1 and of_experts != of_model
+    if not facts.megatron("num_experts") or (facts.megatron("expert_model_parallel_size") or 1) > 1:
+        return False
+    return facts.megatron("expert_tensor_parallel_size") != (facts.megatron("tensor_model_parallel_size") or 1)
 
 
 def _is_per_token(facts: Facts) -> bool:

@@ -11,7 +11,7 @@ def checked_data(returned: Any, args: Namespace) -> tuple[Any, Any, Any]:
     """Training, validation and test data that the dataset provider returned.
 
     Raises:
-        ArgumentError: rule E64, if they are not three, if there are no training data to train on, or if these have the
+        ArgumentError: rule E64, if they are not three, if there are no training data to train on, if these have the
             wrong type for --docs-per-step, or if an evaluation has no iterator.
     """
     if problem := _problem(returned, args):
@@ -43,7 +43,7 @@ def _problem(returned: object, args: Namespace) -> str | None:
         return "Documents, but --docs-per-step is 0. Set it, or return an iterator of PackedBatch."
     valid = returned[1]
     is_iterated = all(hasattr(part, "__next__") for part in (valid if isinstance(valid, list) else [valid]))
-    if args.eval_iters and not args.full_validation and not is_iterated:  # with it Megatron makes the iterators
+    if args.eval_iters and not args.full_validation and not is_iterated:  # --full-validation gets data sets
         return (
             f"a {type(valid).__name__} as validation data, but --eval-iters is {args.eval_iters}. Return an iterator "
             "of PackedBatch, or pass --eval-iters 0."

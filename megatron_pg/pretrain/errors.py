@@ -64,14 +64,18 @@ def raise_on_every_rank(error: Exception | None, rule: str) -> None:
 
 
 @contextmanager
-def raised_on_every_rank(rule: str) -> Iterator[None]:
-    """Raise an error of the block on every rank after it; every rank must run the block."""
+def raised_on_every_rank(rule: str, *, is_last: bool = True) -> Iterator[None]:
+    """Raise an error of the block on every rank after it; every rank must run the block.
+
+    If a rank runs several blocks, it compares once, after the `is_last` one, or where it has failed.
+    """
     error = None
     try:
         yield
     except Exception as failure:
         error = failure
-    raise_on_every_rank(error, rule)
+    if is_last or error is not None:
+        raise_on_every_rank(error, rule)
 
 
 def _rank() -> int:

@@ -29,13 +29,7 @@ from megatron_pg.flags.banner import describe, in_force
 from megatron_pg.plan.documents import Documents, EndOfDocuments
 from megatron_pg.pretrain.data import checked_data
 from megatron_pg.pretrain.documents import RunDocuments
-from megatron_pg.pretrain.errors import (
-    ON_EVERY_RANK,
-    raise_on_every_rank,
-    raised_on_every_rank,
-    report_when_shown,
-    shown_once,
-)
+from megatron_pg.pretrain.errors import ON_EVERY_RANK, raised_on_every_rank, report_when_shown, shown_once
 from megatron_pg.pretrain.log import RunLog
 from megatron_pg.pretrain.startup import start
 from megatron_pg.step.experts import RoutingReplay
@@ -212,16 +206,11 @@ class _Run:
         first rank and the last stage of the last rank wait for each other while Megatron builds them. If the ranks also
         compared after earlier stages, the last rank would wait here, and the first one there.
         """
-        step, error, model = self.step, None, None
-        try:
+        step, num_virtual = self.step, get_args().virtual_pipeline_model_parallel_size or 1
+        with raised_on_every_rank("E64", is_last=keywords.get("vp_stage") in (None, num_virtual - 1)):
             model = provider(*positional, **keywords)
             if getattr(model, "post_process", True):
                 step.attach(model)
-        except Exception as failure:
-            error = failure
-        num_virtual = get_args().virtual_pipeline_model_parallel_size or 1
-        if error is not None or keywords.get("vp_stage") in (None, num_virtual - 1):
-            raise_on_every_rank(error, "E64")
         return model
 
     def datasets_provider(self, provider: Callable) -> Callable:

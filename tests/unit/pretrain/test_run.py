@@ -232,7 +232,13 @@ def test_ranks_compare_their_errors_only_after_the_last_virtual_stage(monkeypatc
     """Rank 1 builds its first stage; rank 0's waits in Megatron until rank 1 builds its last."""
     monkeypatch.setattr(run, "get_args", lambda: Namespace(virtual_pipeline_model_parallel_size=2))
     compared = []
-    monkeypatch.setattr(run, "raise_on_every_rank", lambda error, rule: compared.append(error))
+
+    def compare(error: Exception | None, rule: str) -> None:
+        compared.append(error)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(errors, "raise_on_every_rank", compare)
     session = run._Run(None, print, None)
     session.step = SimpleNamespace(attach=lambda model: model)
     for stage, expected in ((0, 0), (1, 1)):
@@ -242,7 +248,8 @@ def test_ranks_compare_their_errors_only_after_the_last_virtual_stage(monkeypatc
     def fails(**given: object) -> None:
         raise OSError("no such shard")
 
-    session.build_model(fails, vp_stage=0)
+    with pytest.raises(OSError, match="no such shard"):
+        session.build_model(fails, vp_stage=0)
     assert isinstance(compared[-1], OSError)
 
 
