@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import processes
@@ -55,6 +56,7 @@ MOST_LAYERS, MOST_ENTRIES, MOST_FILES = 10, 24, 16
 MODULES = {path.relative_to(PACKAGE).with_suffix("").parts: path for path in FILES}
 
 
+@cache
 def imports_of(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
