@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import os
 from typing import Any
 
@@ -203,11 +204,12 @@ def beside_each_other(*, rows: str) -> dict[str, float]:
         "top_p": TIS,
     }
     settings = {"fuse_loss, TIS": {"fuse_loss": rows == "packed"}, "top_p": {"top_p": 0.95}}
-    if rows != "packed":  # which NeMo-RL refuses
+    if rows != "packed" and has_fused_linear(both[0]):  # NeMo-RL refuses packed rows
         cases["use_fused_linear_logprobs"], settings["use_fused_linear_logprobs"] = TIS, {"fused_linear": True}
     found = {}
     for name, given in cases.items():
-        losses = [loss_class(options(**given), name == "use_fused_linear_logprobs") for loss_class in both]
+        fused_linear = [True] if name == "use_fused_linear_logprobs" else []
+        losses = [loss_class(options(**given), *fused_linear) for loss_class in both]
         if name in settings:
             losses[1].take_logprobs()
         (expected_, known), (mine, logged) = (train(loss, rows=rows, **settings.get(name, {})) for loss in losses)
@@ -215,6 +217,11 @@ def beside_each_other(*, rows: str) -> dict[str, float]:
         if name == "forced ratio":  # theirs truncates the ratio of its metric, too
             found[f"{name}, metrics"] = max(abs(logged[each] / known[each] - 1) for each in HOST)
     return found
+
+
+def has_fused_linear(loss_class: type) -> bool:
+    """Whether the release has use_fused_linear_logprobs, which v0.7.0 does not have."""
+    return "use_fused_linear_logprobs" in inspect.signature(loss_class).parameters
 
 
 def draft() -> float:
@@ -277,7 +284,7 @@ def figures() -> dict[str, object]:
     make = their_loss.__init__
     importlib.import_module("megatron_pg.nemo_rl").install()
     their_loss.__init__ = make  # to have both in one process
-    result: dict[str, object] = {}
+    result: dict[str, object] = {"has fused linear": has_fused_linear(their_loss)}
     for layout, (cp_size, tp_size, rows) in LAYOUTS.items():
         parallel_state.initialize_model_parallel(tp_size, context_parallel_size=cp_size)
         if rows == "packed":
