@@ -61,8 +61,8 @@ class Chunks:
     def with_rows(self) -> Iterator[tuple[slice, Tensor, Statistics]]:
         """Each chunk, its logits and its statistics.
 
-        The ranks exchange these between two products. During a product they would wait for each other: the collective
-        and a product that fills the GPU take multiprocessors from one another, in another order on every rank.
+        The ranks exchange these between two products. During a product they can wait for each other: the collective and
+        a product that fills the GPU then take multiprocessors from one another, in another order on every rank.
         """
         for chunk in self.slices():
             z = self.logits(chunk)
