@@ -182,11 +182,12 @@ def median_ms(run: Callable, repetitions: int) -> float:
     return medians_ms([run], repetitions)[0]
 
 
-def medians_ms(runs: list[Callable], repetitions: int) -> list[float]:
-    """Medians of several interleaved runs, because the chip's power limit makes times drift."""
+def medians_ms(runs: list[Callable], repetitions: int, start: Callable = lambda: None) -> list[float]:
+    """Medians of several interleaved runs, because the chip's power limit makes times drift; `start` precedes each."""
     events = [[] for _ in runs]
     for _ in range(repetitions + 2):
         for run, found in zip(runs, events, strict=True):
+            start()
             found.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
             found[-1][0].record()
             run()
@@ -317,18 +318,18 @@ def by_width(widths: list[int], rows: int, repetitions: int) -> list[dict]:
 
 
 def bench_sharded(width: int, rows: int, repetitions: int) -> dict:
-    """The modes with the vocabulary over all ranks: time over the shard's bare products, memory and errors, the largest
-    of any rank."""
+    """The modes with the vocabulary over all ranks: time over the shard's bare products, memory and errors, each the
+    largest of any rank. Ranks start a run together, because one that is ahead would wait inside of it."""
     problem = Problem(rows, tp_group=torch.distributed.group.WORLD, width=width)
     runs = {"bare, ms": bare(problem)} | {mode: ours(problem, mode=mode) for mode in HEAD_MODES}
-    found = dict(zip(runs, medians_ms([*runs.values()], repetitions), strict=True))
-    for mode in HEAD_MODES:
-        found[mode] /= found["bare, ms"]
-        found[f"{mode}, GiB"] = peak_bytes(runs[mode]) / GIB
-    found |= gradient_errors(problem)
+    flag = torch.zeros((), device="cuda")
+    times = medians_ms([*runs.values()], repetitions, start=lambda: torch.distributed.all_reduce(flag))
+    found = dict(zip(runs, times, strict=True)) | gradient_errors(problem)
+    found |= {f"{mode}, GiB": peak_bytes(runs[mode]) / GIB for mode in HEAD_MODES}
     worst = torch.tensor([*found.values()], device="cuda", dtype=torch.float64)
     torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
-    return {"case": str(width)} | dict(zip(found, worst.tolist(), strict=True))
+    found = dict(zip(found, worst.tolist(), strict=True))
+    return {"case": str(width)} | found | {mode: found[mode] / found["bare, ms"] for mode in HEAD_MODES}
 
 
 def print_sharded(widths: list[int], rows: int, repetitions: int) -> None:

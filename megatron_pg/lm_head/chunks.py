@@ -1,11 +1,8 @@
 """The logits of the wanted rows, a chunk at a time."""
 
-from collections import deque
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
-from torch.distributed import Work
 
 from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.losses import reader_of
@@ -19,7 +16,7 @@ Detail = Tensor | Restriction | Teacher | None  # what a reader needs in additio
 
 
 class Chunks:
-    """The logits of the wanted rows, `rows` at a time, in buffers that are used again, and the `reader` of them.
+    """The logits of the wanted rows, `rows` at a time, in a buffer that is used again, and the `reader` of them.
 
     Args:
         hidden: [T, H].
@@ -48,42 +45,26 @@ class Chunks:
         self.reader = reader_of(
             impl, vocabulary, targets, TeacherLogits(detail, vocabulary) if isinstance(detail, Teacher) else detail
         )
-        buffers = min(vocabulary.ranks, 2)
-        self.rows = products.chunk_rows(weight, 2 * buffers if is_taught else buffers)
-        size = min(self.rows, self._count), len(weight)
-        self.buffers = [hidden.new_empty(size, dtype=logits_dtype(hidden)) for _ in range(buffers)]
+        self.rows = products.chunk_rows(weight, 2 if is_taught else 1)
+        self.buffer = hidden.new_empty(min(self.rows, self._count), len(weight), dtype=logits_dtype(hidden))
 
     def slices(self) -> Iterator[slice]:
         """The chunks of the wanted rows."""
         return products.slices(self._count, self.rows)
 
-    def logits(self, chunk: slice, buffer: int = 0) -> Tensor:
+    def logits(self, chunk: slice) -> Tensor:
         """[c, V / tp] of a chunk of the wanted rows."""
-        out = self.buffers[buffer][: chunk.stop - chunk.start]
+        out = self.buffer[: chunk.stop - chunk.start]
         product_into(products.states(self._hidden, self._rows, chunk), self._weight.t(), out)
         return out
 
     def with_rows(self) -> Iterator[tuple[slice, Tensor, Statistics]]:
-        """Each chunk, its logits and its statistics, which the ranks exchange during the product of the next chunk."""
-        waiting: deque[tuple[slice, Tensor, Tensor, Work | None]] = deque()
-        for number, chunk in enumerate(self.slices()):
-            z = self.logits(chunk, number % len(self.buffers))
-            waiting.append((chunk, z, *start_gather(self.reader.statistics(z, chunk), self._vocabulary)))
-            if len(waiting) == len(self.buffers):
-                yield self._combined(*waiting.popleft())
-        while waiting:
-            yield self._combined(*waiting.popleft())
+        """Each chunk, its logits and its statistics.
 
-    def _combined(self, chunk: slice, z: Tensor, shares: Tensor, work: Work | None) -> tuple[slice, Tensor, Statistics]:
-        if work is not None:
-            work.wait()
-        return chunk, z, self.reader.combine(shares, z, chunk)
-
-
-def start_gather(shares: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Work | None]:
-    """[tp, c, …] that will hold every rank's shares [c, …], and the collective to wait for."""
-    if vocabulary.ranks == 1:
-        return shares[None], None
-    gathered = shares.new_empty(vocabulary.ranks, *shares.shape)
-    into = gathered.flatten(0, 1)
-    return gathered, torch.distributed.all_gather_into_tensor(into, shares, group=vocabulary.tp_group, async_op=True)
+        The ranks exchange these between two products. During a product they can wait for each other: the collective and
+        a product that fills the GPU then take multiprocessors from one another, in another order on every rank.
+        """
+        for chunk in self.slices():
+            z = self.logits(chunk)
+            shares = self._vocabulary.gather(self.reader.statistics(z, chunk))
+            yield chunk, z, self.reader.combine(shares, z, chunk)

@@ -182,7 +182,7 @@ def _losses(
     if impl == "triton":
         from megatron_pg.kernels.triton import loss as triton_loss  # torch needs no Triton
 
-        if triton_loss.fits_single_pass(chunks.buffers[0], policy_loss, vocabulary, entropy=entropy):
+        if triton_loss.fits_single_pass(chunks.buffer, policy_loss, vocabulary, entropy=entropy):
             from megatron_pg.kernels.triton import single_pass  # an earlier Triton has no such language
 
             for chunk in chunks.slices():

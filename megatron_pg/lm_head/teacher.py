@@ -64,27 +64,24 @@ def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor |
 
 
 class TeacherLogits:
-    """The teacher's logits of the chunks that are under way, each made once, in buffers that are used again."""
+    """The teacher's logits of a chunk, made once, in a buffer that is used again."""
 
     def __init__(self, teacher: Teacher, vocabulary: Vocabulary):
         self.form = teacher.form
         self._teacher, self._vocabulary = teacher, vocabulary
-        self._buffers: list[Tensor] = []
-        self._known: dict[int, Tensor] = {}  # by the start of the chunk, the oldest first
+        self._buffer: Tensor | None = None
+        self._start = -1  # of the chunk in the buffer
 
     def of(self, chunk: slice, student: Tensor) -> Tensor:
         """[c, V / tp] of a chunk of the wanted rows, like the student's, with padding hidden."""
-        if chunk.start in self._known:
-            return self._known[chunk.start]
-        if len(self._buffers) < min(self._vocabulary.ranks, 2):
-            self._buffers.append(torch.empty_like(student))  # the first chunk is the longest
-        else:
-            self._known.pop(next(iter(self._known)))
-            self._buffers.append(self._buffers.pop(0))
-        out = self._buffers[-1][: len(student)]
+        if self._buffer is None:
+            self._buffer = torch.empty_like(student)  # the first chunk is the longest
+        out = self._buffer[: len(student)]
+        if chunk.start == self._start:
+            return out
+        self._start = chunk.start
         states = self._teacher.states.index_select(0, self._teacher.slots[chunk])
         product_into(states, self._teacher.weight.t(), out)
         if cap := self._vocabulary.softcap if self._teacher.softcap is None else self._teacher.softcap:
             out.div_(cap).tanh_().mul_(cap)
-        self._known[chunk.start] = self._vocabulary.hide_padding(out)
-        return out
+        return self._vocabulary.hide_padding(out)

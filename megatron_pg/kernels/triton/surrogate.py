@@ -55,10 +55,10 @@ def surrogate_loss(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -
 
 def surrogate_and_slopes(
     policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor
-) -> tuple[PolicyGradientLoss, tuple[Tensor, Tensor]]:
+) -> tuple[PolicyGradientLoss, tuple[Tensor | None, ...]]:
     """The same without autograd, and the derivatives of the loss by each log-probability and entropy."""
-    found, slope, bend = loss_and_slopes(policy_loss, logprobs, entropy)
-    return found, (slope, torch.zeros_like(slope) if bend is None else bend)
+    found, *slopes = loss_and_slopes(policy_loss, logprobs, entropy)
+    return found, tuple(slopes)
 
 
 class _Surrogate(torch.autograd.Function):

@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, Vocabulary
 from megatron_pg.kernels.losses import loss_and_slopes
 from megatron_pg.lm_head import products
-from megatron_pg.lm_head.chunks import start_gather
 from megatron_pg.lm_head.gradients import HeadGradients
 from megatron_pg.lm_head.inputs import Head
 from megatron_pg.lm_head.products import logits_dtype
@@ -51,27 +50,17 @@ class ScaledExpGradients(HeadGradients):
         buffer = self._hidden.new_empty(size, stride)[:, :columns]
         for block in products.slices(len(targets), size):
             states, v = self._hidden.index_select(0, self._rows[block]), torch.empty_like(target_logits[block])
-            whole = Part(states, buffer[: len(states)], targets[block], target_logits[block])
-            for rows, shares in self._shares(whole):
-                chosen = policy_loss.at(slice(block.start + rows.start, block.start + rows.stop))
-                sums, logprobs = self._steps.logprobs(shares, whole.targets[rows])
-                # no term reads the entropy; outputs are written over below
-                loss, slopes = loss_and_slopes(chosen, (logprobs, logprobs), self._vocabulary, self._impl)
-                by_logprob = cast(Tensor, slopes[0]) * grad_scale
-                output = ScaledExpOutput(loss.loss, loss.logprobs, loss.log_ratios)
-                self._steps.weigh(whole.at(rows), sums, by_logprob, v[rows], output)
-                yield replace(loss, entropy=None)
-            self._multiply(whole.scaled, states, v, self._rows[block])
-
-    def _shares(self, whole: Part) -> Iterator[tuple[slice, Tensor]]:
-        """Every rank's S [tp, c] of each part of a block, exchanged during the product of the next part."""
-        count, waiting = len(whole.states), []
-        for rows in products.slices(count, -(-count // min(self._vocabulary.ranks, 2))):
-            waiting.append((rows, *start_gather(self._steps.product(whole.at(rows)), self._vocabulary)))
-        for rows, shares, work in waiting:
-            if work is not None:
-                work.wait()
-            yield rows, shares
+            part = Part(states, buffer[: len(states)], targets[block], target_logits[block])
+            shares = self._vocabulary.gather(self._steps.product(part))
+            sums, logprobs = self._steps.logprobs(shares, part.targets)
+            # no term reads the entropy; outputs are written over below
+            outputs, chosen = (logprobs, logprobs), policy_loss.at(block)
+            loss, slopes = loss_and_slopes(chosen, outputs, self._vocabulary, self._impl)
+            by_logprob = cast(Tensor, slopes[0]) * grad_scale
+            output = ScaledExpOutput(loss.loss, loss.logprobs, loss.log_ratios)
+            self._steps.weigh(part, sums, by_logprob, v, output)
+            yield replace(loss, entropy=None)
+            self._multiply(part.scaled, states, v, self._rows[block])
 
     def _multiply(self, scaled: Tensor, weighed: Tensor, v: Tensor, rows: Tensor) -> None:
         if self._of_hidden is not None:

@@ -37,10 +37,6 @@ class Part(NamedTuple):
     targets: Tensor  # [c]
     target_logits: Tensor  # [c] s_y
 
-    def at(self, rows: slice) -> "Part":
-        """Select rows."""
-        return Part(*(values[rows] for values in self))
-
 
 class ScaledExpOutput(NamedTuple):
     """Results of a part of the rows; those of an unknown row become NaN."""

@@ -4,6 +4,7 @@ too."""
 import gc
 import math
 import random
+import threading
 import warnings
 import weakref
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from objective_parts import build
 from megatron_pg.batch import TokenFields
 from megatron_pg.declarations.choices import HEAD_MODES
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, api, grpo_loss
-from megatron_pg.lm_head import Head, fp32_logits, grpo_head_loss, logprobs_and_entropy, products
+from megatron_pg.lm_head import Head, chunks, fp32_logits, grpo_head_loss, logprobs_and_entropy, products
 from megatron_pg.lm_head.loss import policy_gradient_head_loss
 from megatron_pg.lm_head.output_layer import DeferredHead
 
@@ -336,6 +337,30 @@ def test_tensor_parallel_ranks_equal_one_and_each_other(mode, ranks, sequence_pa
         assert worst(torch.cat([one["of_weight"] for one in found]), wanted["of_weight"]) <= 1e-12
 
 
+@pytest.mark.skipif(CUDA, reason="ranks are threads, on a CPU only")
+@pytest.mark.parametrize("mode", ["forward", "recompute"])
+def test_ranks_exchange_between_products(mode, monkeypatch):
+    """A product of an earlier chunk has ended, and none has begun: it would take the collective's multiprocessors."""
+    events = {}
+
+    def noted(name, function):
+        def note(*given, **named):
+            events.setdefault(threading.get_ident(), []).append((name, named.get("async_op", False)))
+            return function(*given, **named)
+
+        return note
+
+    gather = torch.distributed.all_gather_into_tensor
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", noted("exchange", gather))
+    monkeypatch.setattr(chunks, "product_into", noted("product", products.product_into))
+    case = Case(rows=24, mode=mode)
+    sharded(case, fields := make(case), 2, sequence_parallel=False)
+    count = -(-int(fields["mask"].sum()) // 4)
+    for of_rank in events.values():
+        assert of_rank[: 2 * count] == [("product", False), ("exchange", False)] * count
+    assert len(events) == 2
+
+
 @pytest.mark.parametrize("mode", HEAD_MODES)
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_what_is_frozen_gets_no_gradient(mode, frozen):
@@ -580,11 +605,11 @@ def test_bad_input_is_refused(changes, message):
 def test_chunks_fill_the_memory_that_they_may_take():
     """The sizes behind the figures of docs/kernels.md: 1024 and 4096 rows of 151,936 columns, more of a shard."""
     sizes = {}
-    for columns, buffers in ((151936, 1), (75968, 2), (37984, 2), (50_000_000, 1)):
+    for columns in (151936, 75968, 37984, 50_000_000):
         weight = torch.empty(columns, 1, dtype=torch.bfloat16, device="meta")
-        chunk = REAL_SIZES[0](weight, buffers)
+        chunk = REAL_SIZES[0](weight, 1)
         sizes[columns] = chunk, REAL_SIZES[1](weight, chunk)
-    assert sizes == {151936: (1024, 4096), 75968: (1024, 8192), 37984: (2048, 16384), 50_000_000: (128, 128)}
+    assert sizes == {151936: (1024, 4096), 75968: (2048, 8192), 37984: (4096, 16384), 50_000_000: (128, 128)}
 
 
 def test_in_float32_the_head_and_its_split_change_nothing():
