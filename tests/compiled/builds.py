@@ -72,10 +72,11 @@ class Build:
         names, types = self.kernel.arg_names, TYPES | self.types
         signature = {name: "constexpr" if name in self.constants else types.get(name, "*fp32") for name in names}
         aligned = [place for place, kind in self._leaves(signature) if kind[0] == "*" or names[place[0]] in self.even]
+        absent = {place: None for place, kind in self._leaves(signature) if kind == "constexpr" and len(place) > 1}
         return (GluonASTSource if self.is_gluon else ASTSource)(
             fn=self.kernel,
             signature=signature,
-            constexprs={(names.index(name),): value for name, value in self.constants.items()},
+            constexprs=absent | {(names.index(name),): value for name, value in self.constants.items()},
             attrs={place: [["tt.divisibility", 16]] for place in aligned},
         )
 
@@ -148,7 +149,7 @@ def single_pass() -> Iterator[Build]:
             f"single_pass {columns} {dtype} {loss}{capped(cap)}",
             single_pass_kernel,
             launched | shape.options,
-            {"logits": f"*{dtype}", "gradients": f"*{dtype}", "fields": _fields()},
+            {"logits": f"*{dtype}", "gradients": f"*{dtype}", "fields": _fields(bool(estimator))},
             threads=shape.tiling.threads * shape.programs,
             programs=shape.programs,
             least={"wide_stores": 1, "wide_copies": 1},
@@ -157,10 +158,10 @@ def single_pass() -> Iterator[Build]:
         )
 
 
-def _fields() -> Any:
+def _fields(has_terms: bool) -> Any:
     from megatron_pg.kernels.triton.terms import FieldPointers
 
-    return FieldPointers(*["*fp32"] * 7)._replace(mask="*i1")
+    return FieldPointers(*["*fp32"] * 3, "*i1", *["*fp32" if has_terms else "constexpr"] * 3)
 
 
 def surrogate() -> Iterator[Build]:
@@ -168,10 +169,12 @@ def surrogate() -> Iterator[Build]:
     from megatron_pg.kernels.triton import segments, token_kernels
     from megatron_pg.kernels.triton import surrogate as by
 
-    kinds = {"sequences": segments.SequencePointers("*i64", "*fp64", "*fp64"), "fields": _fields()}
     for name, reads_sequences in (("dppo_kl", False), ("vespo", True)):
-        constants = {"TOKEN_KERNEL": getattr(token_kernels, name), "KL": token_kernels.k3_weighted, "BONUS": True}
+        estimator = token_kernels.k3_weighted if reads_sequences else None
+        constants = {"TOKEN_KERNEL": getattr(token_kernels, name), "KL": estimator, "BONUS": reads_sequences}
         constants |= dict.fromkeys(("SEQUENCES", "OPSM", "ONE_WEIGHT"), reads_sequences) | {"BLOCK": by.BLOCK}
+        constants |= {} if reads_sequences else {"sequences": None}
+        kinds = {"sequences": segments.SequencePointers("*i64", "*fp64", "*fp64"), "fields": _fields(reads_sequences)}
         yield Build(f"surrogate {name}", by.surrogate_kernel, constants, types=kinds, is_default=True)
     launched = {"AVERAGED": token_kernels.gmpo_averaged, "OPSM": True, "ONE_WEIGHT": True, "BLOCK": segments.BLOCK}
     launched |= {"num_warps": 8}

@@ -12,7 +12,7 @@ from megatron_pg.kernels.logprobs import RowStatistics
 from megatron_pg.kernels.losses import detail_of, loss_of, reader_of
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.readers import read
-from megatron_pg.kernels.triton.surrogate import loss_and_slopes
+from megatron_pg.kernels.triton.surrogate import loss_and_slopes, loss_and_slopes_of_rows
 from megatron_pg.kernels.triton.tiles import FUSED
 from megatron_pg.kernels.triton.vocab_parallel import rows_of, write_gradient
 from megatron_pg.kernels.vocabulary import Vocabulary
@@ -98,8 +98,11 @@ class _TwoPasses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, mask, policy_loss, vocabulary, inplace):
-        rows = rows_of(logits, targets, mask, vocabulary)
-        found, slope, bend = loss_and_slopes(policy_loss, rows.logprobs, rows.entropy)
+        if vocabulary.ranks == 1 and policy_loss.is_by_token:
+            found, slope, bend, rows = loss_and_slopes_of_rows(logits, targets, policy_loss, vocabulary)
+        else:
+            rows = rows_of(logits, targets, mask, vocabulary)
+            found, slope, bend = loss_and_slopes(policy_loss, rows.logprobs, rows.entropy)
         ctx.save_for_backward(logits, targets, mask, *rows, slope, bend)
         ctx.vocabulary, ctx.inplace = vocabulary, inplace
         return found.for_autograd(ctx)

@@ -6,7 +6,7 @@ is zero, are not read.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -140,10 +140,14 @@ def statistics(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabu
 def _read(
     logits: Tensor, targets: Tensor, mask: Tensor, results: Tensor, vocabulary: Vocabulary, *, whole: bool
 ) -> None:
-    rows, kind = logits.shape[0], Kind(cap=vocabulary.softcap)
+    rows = logits.shape[0]
     sizes = rows, vocabulary.valid, vocabulary.first, logits.stride(0), log2_scale(vocabulary)
-    options = READ.options(logits) | {"SHIFTED": _is_shifted(logits), "WHOLE": whole, "KIND": kind}
-    statistics_kernel[(rows,)](logits, targets, mask, results, *sizes, **options)
+    statistics_kernel[(rows,)](logits, targets, mask, results, *sizes, **reading(logits, vocabulary), WHOLE=whole)
+
+
+def reading(logits: Tensor, vocabulary: Vocabulary) -> dict[str, Any]:
+    """What a kernel is compiled for that reads a row per program."""
+    return READ.options(logits) | {"SHIFTED": _is_shifted(logits), "KIND": Kind(cap=vocabulary.softcap)}
 
 
 def combine(shares: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> RowStatistics:
@@ -237,6 +241,41 @@ def _read_row(m, s, t, z_row, offsets, lead, valid, c, UNROLL: tl.constexpr, SHI
     return m, s, t
 
 
+@triton.jit
+def row_statistics(
+    logits,
+    targets,
+    row,
+    live,
+    valid,
+    first,
+    stride,
+    c,
+    THREADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """m, s, t of a row, those of no column if it is not live; the target's logit, and whether it is a column here."""
+    offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    m = tl.full((THREADS,), FLOOR, tl.float32)
+    s = tl.zeros((THREADS,), tl.float32)
+    t = tl.zeros((THREADS,), tl.float32)
+    target_logit = 0.0
+    owned = False
+    if live:
+        target = tl.load(targets + row) - first
+        owned = (target >= 0) & (target < valid)
+        target_logit = tl.load(logits + row * stride + target, mask=owned, other=0.0).to(tl.float32)
+        target_logit = softcapped(target_logit, KIND.cap)
+        origin, lead = _row_start(row, stride, WORDS, SHIFTED)
+        z_row = logits + origin + offsets
+        m, s, t = _read_row(m, s, t, z_row, offsets, lead, valid, c, UNROLL, SHIFTED, KIND)
+    peak, total, shifted = tl.reduce((m, s, t), 0, merge)
+    return peak, tl.where(live, total, 1.0), shifted, target_logit, owned
+
+
 @triton.jit(do_not_specialize=["rows"])
 def statistics_kernel(
     logits,
@@ -255,30 +294,16 @@ def statistics_kernel(
     WHOLE: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """One row per program: its statistics, or with `WHOLE` the results of `_store_row`; `first` is then 0.
+    """One row per program: its statistics, or with `WHOLE` the results of `store_row`; `first` is then 0.
 
     Statistics are results[row] = m, s, t and the target's logit, 0 where another rank owns the target.
     """
     row = tl.program_id(0).to(tl.int64)
-    offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    m = tl.full((THREADS,), FLOOR, tl.float32)
-    s = tl.zeros((THREADS,), tl.float32)
-    t = tl.zeros((THREADS,), tl.float32)
-    target_logit = 0.0
-    owned = False
     live = tl.load(mask + row) != 0
-    if live:
-        target = tl.load(targets + row) - first
-        owned = (target >= 0) & (target < valid)
-        target_logit = tl.load(logits + row * stride + target, mask=owned, other=0.0).to(tl.float32)
-        target_logit = softcapped(target_logit, KIND.cap)
-        origin, lead = _row_start(row, stride, WORDS, SHIFTED)
-        z_row = logits + origin + offsets
-        m, s, t = _read_row(m, s, t, z_row, offsets, lead, valid, c, UNROLL, SHIFTED, KIND)
-    peak, total, shifted = tl.reduce((m, s, t), 0, merge)
-    total = tl.where(live, total, 1.0)
+    of_row = (logits, targets, row, live, valid, first, stride, c)
+    peak, total, shifted, target_logit, owned = row_statistics(*of_row, THREADS, WORDS, UNROLL, SHIFTED, KIND)
     if WHOLE:
-        _store_row(results + row, rows, peak, total, shifted, target_logit, c, owned, live, True)
+        store_row(results + row, rows, peak, total, shifted, target_logit, c, owned, live, True)
     else:
         tl.store(results + row * 4, peak)
         tl.store(results + row * 4 + 1, total)
@@ -287,14 +312,16 @@ def statistics_kernel(
 
 
 @triton.jit
-def _store_row(result, rows, m, s, t, target_logit, c, exists, trained, here):
-    """Log-probability, entropy, m and s of rows, each `rows` numbers after the previous one."""
+def store_row(result, rows, m, s, t, target_logit, c, exists, trained, here):
+    """Stores log-probability, entropy, m and s of rows, each `rows` numbers after the previous one; the first two."""
     logprob, entropy = logprob_and_entropy(m, s, t, target_logit, c)
-    logprob = tl.where(exists, logprob, float("nan"))
-    tl.store(result, tl.where(trained, logprob, 0.0), here)
-    tl.store(result + rows, tl.where(trained, entropy, 0.0), here)
+    logprob = tl.where(trained, tl.where(exists, logprob, float("nan")), 0.0)
+    entropy = tl.where(trained, entropy, 0.0)
+    tl.store(result, logprob, here)
+    tl.store(result + rows, entropy, here)
     tl.store(result + 2 * rows, m, here)
     tl.store(result + 3 * rows, s, here)
+    return logprob, entropy
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -315,7 +342,7 @@ def combine_kernel(shares, targets, mask, results, ranks, rows, vocab_size, c, B
     target = tl.load(targets + row, here, 0)
     exists = (target >= 0) & (target < vocab_size)
     trained = tl.load(mask + row, here, 0) != 0
-    _store_row(results + row, rows, m, s, t, target_logit, c, exists, trained, here)
+    store_row(results + row, rows, m, s, t, target_logit, c, exists, trained, here)
 
 
 @triton.jit
