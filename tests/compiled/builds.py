@@ -183,27 +183,32 @@ def surrogate() -> Iterator[Build]:
 
 def rows() -> Iterator[Build]:
     """What reads and writes rows of logits, with rows that begin at multiples of 16 bytes and others."""
+    from megatron_pg.kernels.triton import token_kernels
     from megatron_pg.kernels.triton import vocab_parallel as by
+    from megatron_pg.kernels.triton.surrogate import token_loss_kernel
     from megatron_pg.kernels.triton.tiles import Kind
 
     made = dict.fromkeys(("totals", "entropies", "by_logprobs", "by_entropies", "grad_loss"))
     upstream = [{"factors": None} | dict.fromkeys(n) for n in ((), ("by_entropies",), ("grad_loss",))]
     upstream += [{"factors": None, "by_entropies": None, "grad_loss": None}, made]
+    losses = [{"TOKEN_KERNEL": token_kernels.dppo_kl, "KL": token_kernels.k3_weighted, "BONUS": True}]
+    losses.append({"TOKEN_KERNEL": token_kernels.grpo, "KL": None, "BONUS": False})
     for dtype, shifted, cap in itertools.product(("bf16", "fp32"), (False, True), (None, CAP)):
         logits = logits_of(dtype)
         variants = [(by.statistics_kernel, by.READ.options(logits) | {"WHOLE": whole}) for whole in (False, True)]
         variants += [(by.gradient_kernel, by.WRITE.options(logits) | absent) for absent in upstream]
+        variants += [(token_loss_kernel, by.READ.options(logits) | loss) for loss in losses]
         for number, (kernel, launched) in enumerate(variants):
             launched |= {"SHIFTED": shifted, "KIND": Kind(cap=cap)}
             yield Build(
                 f"rows {kernel.__name__} {number} {dtype} {'shifted' if shifted else 'even'}{capped(cap)}",
                 kernel,
                 launched,
-                {"logits": f"*{dtype}", "gradients": f"*{dtype}"},
+                {"logits": f"*{dtype}", "gradients": f"*{dtype}", "fields": _fields(launched.get("BONUS", False))},
                 even=() if shifted else ("valid", "columns", *STRIDES),
                 threads=1024 if cap is None else 640,  # what keeps enough loads in flight
                 least={"wide_loads": launched["UNROLL"] * (1 if shifted else 2)},
-                is_default=dtype == "bf16" and not shifted and cap is None and number in (1, 2),
+                is_default=dtype == "bf16" and not shifted and cap is None and number in (1, 2, 7),
             )
 
 

@@ -37,11 +37,11 @@ class _PerToken(NamedTuple):
     policy: Tensor
     log_ratios: Tensor
     slope: Tensor  # derivatives by log π
-    bend: Tensor | None  # and by H
-    kl: Tensor | None
-    sequence_log_ratios: Tensor | None
-    sequence_advantages: Tensor | None
-    kept: Tensor | None
+    bend: Tensor | None = None  # and by H
+    kl: Tensor | None = None
+    sequence_log_ratios: Tensor | None = None
+    sequence_advantages: Tensor | None = None
+    kept: Tensor | None = None
 
 
 def surrogate_loss(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> PolicyGradientLoss:
@@ -80,10 +80,10 @@ def loss_and_slopes(
     if terms.reads_sequences:
         sequences, of_sequences = sequence_fields(policy_loss, logprobs)
         count = sequences.sums.shape[-1]
-    out = torch.empty(known.num_results, rows, dtype=torch.float32, device=logprobs.device)
+    out = torch.empty(len(known.results), rows, dtype=torch.float32, device=logprobs.device)
     if rows:
         read = logprobs, entropy, field_pointers(policy_loss), sequences
-        numbers = *known.scalars, terms.opsm_threshold or 0.0
+        numbers = known.numbers, known.coefficients, known.slope_scale, terms.opsm_threshold or 0.0
         options = known.constants | {"SEQUENCES": terms.reads_sequences} | of_sequences | FUSED
         surrogate_kernel[(-(-rows // BLOCK),)](*read, out, rows, count, *numbers, **options, BLOCK=BLOCK)
     return _found(policy_loss, logprobs, entropy, out.unbind())
@@ -94,10 +94,11 @@ def loss_and_slopes_of_rows(
 ) -> tuple[PolicyGradientLoss, Tensor, Tensor | None, RowStatistics]:
     """`loss_and_slopes` and the rows' statistics in one launch: of a loss by token, and a vocabulary of one rank."""
     known, rows = KernelTerms.of(policy_loss.terms), logits.shape[0]
-    out = torch.empty(4 + known.num_results, rows, dtype=torch.float32, device=logits.device)
+    out = torch.empty(4 + len(known.results), rows, dtype=torch.float32, device=logits.device)
     sizes = rows, vocabulary.valid, logits.stride(0), log2_scale(vocabulary)
+    numbers = known.numbers, known.coefficients, known.slope_scale
     options = reading(logits, vocabulary) | known.constants
-    token_loss_kernel[(rows,)](logits, targets, field_pointers(policy_loss), out, *sizes, *known.scalars, **options)
+    token_loss_kernel[(rows,)](logits, targets, field_pointers(policy_loss), out, *sizes, *numbers, **options)
     logprobs, entropy, peaks, totals, *values = out.unbind()
     found = _found(policy_loss, logprobs, entropy, values)
     return *found, RowStatistics(logprobs, entropy, peaks, totals)
@@ -107,8 +108,8 @@ def _found(
     policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor, values: Sequence[Tensor]
 ) -> tuple[PolicyGradientLoss, Tensor, Tensor | None]:
     """The results of a kernel, by their names."""
-    is_found = KernelTerms.of(policy_loss.terms).results
-    found = _PerToken._make(values[i] if found else None for i, found in enumerate(is_found))
+    known = KernelTerms.of(policy_loss.terms)
+    found = _PerToken(*(each if is_found else None for each, is_found in zip(values, known.results, strict=True)))
     terms = term_losses(policy_loss, found.kl, entropy)
     kept = None if found.kept is None else found.kept != 0
     of_sequences = found.sequence_log_ratios, found.sequence_advantages

@@ -29,17 +29,7 @@ class KernelTerms(NamedTuple):
     numbers: tuple[float, ...]  # of the token kernel, filled up with zeros
     coefficients: tuple[float, float]  # lambda and eta, 0 for a term that the loss does not have
     slope_scale: float  # of the derivatives
-    results: tuple[bool, ...]  # which of the results of `surrogate` there are
-
-    @property
-    def scalars(self) -> tuple[Any, ...]:
-        """What kernels of the loss take after the sizes."""
-        return self.numbers, self.coefficients, self.slope_scale
-
-    @property
-    def num_results(self) -> int:
-        """Results up to the last one that there is: a view costs the host 1 µs."""
-        return len(self.results) - self.results[::-1].index(True)
+    results: tuple[bool, ...]  # which of the results of `surrogate` there are, to the last: a view costs the host 1 µs
 
     @classmethod
     @lru_cache(maxsize=16)  # once per settings, not per launch: a small launch costs less
@@ -54,7 +44,8 @@ class KernelTerms(NamedTuple):
         coefficients = kl.weight if kl else 0.0, bonus.weight if bonus else 0.0
         is_found = [True] * 4 + [bonus is not None, kl is not None]
         is_found += [terms.objective.reads_sequences] * 2 + [terms.opsm_anchor is not None]
-        return cls(kl, bonus, constants, numbers, coefficients, 1.0 / terms.grad_divisor, tuple(is_found))
+        results = tuple(is_found[: len(is_found) - is_found[::-1].index(True)])
+        return cls(kl, bonus, constants, numbers, coefficients, 1.0 / terms.grad_divisor, results)
 
 
 class FieldPointers(NamedTuple):
