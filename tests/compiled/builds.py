@@ -186,7 +186,6 @@ def rows() -> Iterator[Build]:
     from megatron_pg.kernels.triton import token_kernels
     from megatron_pg.kernels.triton import vocab_parallel as by
     from megatron_pg.kernels.triton.surrogate import token_loss_kernel
-    from megatron_pg.kernels.triton.tiles import Kind
 
     made = dict.fromkeys(("totals", "entropies", "by_logprobs", "by_entropies", "grad_loss"))
     upstream = [{"factors": None} | dict.fromkeys(n) for n in ((), ("by_entropies",), ("grad_loss",))]
@@ -194,12 +193,11 @@ def rows() -> Iterator[Build]:
     losses = [{"TOKEN_KERNEL": token_kernels.dppo_kl, "KL": token_kernels.k3_weighted, "BONUS": True}]
     losses.append({"TOKEN_KERNEL": token_kernels.grpo, "KL": None, "BONUS": False})
     for dtype, shifted, cap in itertools.product(("bf16", "fp32"), (False, True), (None, CAP)):
-        logits = logits_of(dtype)
-        variants = [(by.statistics_kernel, by.READ.options(logits) | {"WHOLE": whole}) for whole in (False, True)]
-        variants += [(by.gradient_kernel, by.WRITE.options(logits) | absent) for absent in upstream]
-        variants += [(token_loss_kernel, by.READ.options(logits) | loss) for loss in losses]
+        read, write = (walk.options(logits_of(dtype), cap, shifted=shifted) for walk in (by.READ, by.WRITE))
+        variants = [(by.statistics_kernel, read | {"WHOLE": whole}) for whole in (False, True)]
+        variants += [(by.gradient_kernel, write | absent) for absent in upstream]
+        variants += [(token_loss_kernel, read | loss) for loss in losses]
         for number, (kernel, launched) in enumerate(variants):
-            launched |= {"SHIFTED": shifted, "KIND": Kind(cap=cap)}
             yield Build(
                 f"rows {kernel.__name__} {number} {dtype} {'shifted' if shifted else 'even'}{capped(cap)}",
                 kernel,
@@ -207,7 +205,7 @@ def rows() -> Iterator[Build]:
                 {"logits": f"*{dtype}", "gradients": f"*{dtype}", "fields": _fields(launched.get("BONUS", False))},
                 even=() if shifted else ("valid", "columns", *STRIDES),
                 threads=1024 if cap is None else 640,  # what keeps enough loads in flight
-                least={"wide_loads": launched["UNROLL"] * (1 if shifted else 2)},
+                least={"wide_loads": launched["WALK"].unroll * (1 if shifted else 2)},
                 is_default=dtype == "bf16" and not shifted and cap is None and number in (1, 2, 7),
             )
 
@@ -216,20 +214,20 @@ def teacher() -> Iterator[Build]:
     """What reads the rows of student and teacher."""
     from megatron_pg.kernels.triton import teacher as by
 
-    logits, shares = logits_of("fp32"), {"NUMBERS": (0.3, 0.7)}
-    variants = [("", by.mixture_kernel, by.MIX.options(logits) | shares, "fp32", 1024)]
-    for form in ("forward_kl", "reverse_kl", "jsd"):
-        variants.append((form, by.statistics_kernel, by.READ.options(logits) | {"FORM": form}, "fp32", 1024))
-        variants.append((form, by.combine_kernel, {"FORM": form, "BLOCK": by.COMBINE_ROWS}, "fp32", 1024))
-        written = by.WRITE.options(logits) | shares | {"FORM": form}
-        variants += [(form, by.gradient_kernel, dict(written), dtype, 640) for dtype in ("bf16", "fp32")]
-    capless = by.combine_kernel
-    variants = [(*v, cap) for v in variants for cap in (None, CAP) if cap is None or v[1] is not capless]
+    shares, forms = {"NUMBERS": (0.3, 0.7)}, ("forward_kl", "reverse_kl", "jsd")
+    blocks = {"BLOCK": by.COMBINE_ROWS}
+    variants = [(form, by.combine_kernel, blocks | {"FORM": form}, "fp32", 1024, None) for form in forms]
+    for cap in (None, CAP):
+        mix, read, write = (walk.options(logits_of("fp32"), cap) for walk in (by.MIX, by.READ, by.WRITE))
+        variants.append(("", by.mixture_kernel, mix | shares, "fp32", 1024, cap))
+        variants += [(form, by.statistics_kernel, read | {"FORM": form}, "fp32", 1024, cap) for form in forms]
+        for form, dtype in itertools.product(forms, ("bf16", "fp32")):
+            variants.append((form, by.gradient_kernel, write | shares | {"FORM": form}, dtype, 640, cap))
     for form, kernel, launched, dtype, threads, cap in variants:
         yield Build(
             f"teacher {kernel.__name__} {form} {dtype}{capped(cap)}",
             kernel,
-            launched | ({} if kernel is capless else {"CAP": cap}),
+            launched,
             {"gradients": f"*{dtype}", **dict.fromkeys(STRIDES, "i64")},
             threads=threads if cap is None else 512,
             least={"wide_loads": int(kernel is not by.combine_kernel)},

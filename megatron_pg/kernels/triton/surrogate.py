@@ -242,18 +242,14 @@ def token_loss_kernel(
     TOKEN_KERNEL: tl.constexpr,
     KL: tl.constexpr,
     BONUS: tl.constexpr,
-    THREADS: tl.constexpr,
-    WORDS: tl.constexpr,
-    UNROLL: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    KIND: tl.constexpr,
+    WALK: tl.constexpr,
 ):
     """One row per program: the results of `store_row` [4, rows], then those of `surrogate_kernel`."""
     row = tl.program_id(0).to(tl.int64)
     live = tl.load(fields.mask + row) != 0
     values = load_values(fields, row, live, KL, BONUS)
     of_row = (logits, targets, row, live, valid, 0, stride, c)
-    m, s, t, target_logit, exists = row_statistics(*of_row, THREADS, WORDS, UNROLL, SHIFTED, KIND)
+    m, s, t, target_logit, exists = row_statistics(*of_row, WALK)
     logprob, entropy = store_row(results + row, rows, m, s, t, target_logit, c, exists, live, True)
     policy, slope = TOKEN_KERNEL(logprob, values.old_logprob, values.advantage, numbers)
     of_token = (logprob, entropy, values, policy, slope)

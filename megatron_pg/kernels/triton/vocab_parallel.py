@@ -35,21 +35,31 @@ VECTOR_BYTES = 16  # of one load of one thread
 COMBINE_ROWS = 128
 
 
+class Steps(NamedTuple):
+    """How a program of `threads` reads a row. Part of what a kernel is compiled for, as one: Triton binds each."""
+
+    threads: int
+    words: int  # numbers in a vector
+    unroll: int  # tiles in flight, a vector of each thread in each
+    shifted: bool  # see `_is_shifted`
+    kind: Kind
+
+
 class Walk(NamedTuple):
     """How a program reads a row: enough loads in flight to cover the memory's latency, few enough to fit at its end."""
 
     warps: int
-    unroll: int  # tiles in flight, a vector of each thread in each
+    unroll: int
 
     @property
     def threads(self) -> int:
         """Of a program."""
         return 32 * self.warps
 
-    def options(self, logits: Tensor) -> dict[str, int]:
+    def options(self, logits: Tensor, cap: float | None, *, shifted: bool = False) -> dict[str, Any]:
         """How a kernel that walks over these logits is launched."""
-        constants = {"THREADS": self.threads, "WORDS": words_of(logits), "UNROLL": self.unroll}
-        return {**constants, "num_warps": self.warps, **FUSED}
+        steps = Steps(self.threads, words_of(logits), self.unroll, shifted, Kind(cap=cap))
+        return {"WALK": steps, "num_warps": self.warps, **FUSED}
 
     def blocks(self, logits: Tensor, columns: int) -> int:
         """Programs per row of `columns`: each takes the tiles that are in flight at once."""
@@ -147,7 +157,7 @@ def _read(
 
 def reading(logits: Tensor, vocabulary: Vocabulary) -> dict[str, Any]:
     """What a kernel is compiled for that reads a row per program."""
-    return READ.options(logits) | {"SHIFTED": _is_shifted(logits), "KIND": Kind(cap=vocabulary.softcap)}
+    return READ.options(logits, vocabulary.softcap, shifted=_is_shifted(logits))
 
 
 def combine(shares: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> RowStatistics:
@@ -197,28 +207,30 @@ def launch_gradient(
     blocks = WRITE.blocks(logits, lead + columns)
     sizes = rows, columns, vocabulary.valid, vocabulary.first, vocabulary.size, blocks
     scalars = *sizes, logits.stride(0), gradient.stride(0), log2_scale(vocabulary)
-    options = WRITE.options(logits) | {"SHIFTED": shifted, "KIND": Kind(cap=vocabulary.softcap)}
+    options = WRITE.options(logits, vocabulary.softcap, shifted=shifted)
     gradient_kernel[(rows * blocks,)](logits, gradient, targets, mask, peaks, *of_rows, *scalars, **options)
 
 
 @triton.jit
-def _row_start(row, stride, WORDS: tl.constexpr, SHIFTED: tl.constexpr):
-    """Where reading starts, a multiple of a vector if `SHIFTED`, and the words from there to the row."""
+def _row_start(row, stride, WALK: tl.constexpr):
+    """Where reading starts, a multiple of a vector if `shifted`, and the words from there to the row."""
     start = row * stride
     lead = 0
-    if SHIFTED:
-        lead = (start % WORDS).to(tl.int32)
-        start = start // WORDS * WORDS
+    if WALK.shifted:
+        lead = (start % WALK.words).to(tl.int32)
+        start = start // WALK.words * WALK.words
     return start, lead
 
 
 @triton.jit
-def _read_row(m, s, t, z_row, offsets, lead, valid, c, UNROLL: tl.constexpr, SHIFTED: tl.constexpr, KIND: tl.constexpr):
+def _read_row(m, s, t, z_row, offsets, lead, valid, c, WALK: tl.constexpr):
     """Adds the valid columns of a row to each thread's statistics; the row begins `lead` words after `z_row`."""
-    TILE: tl.constexpr = offsets.shape[0] * offsets.shape[1]
+    TILE: tl.constexpr = WALK.threads * WALK.words
+    UNROLL: tl.constexpr = WALK.unroll
+    KIND: tl.constexpr = WALK.kind
     end = valid + lead
     begin = 0
-    if SHIFTED:
+    if WALK.shifted:
         tile = tl.load(z_row, mask=(offsets >= lead) & (offsets < end), other=minus_infinity(KIND))
         m, s, t = accumulate(m, s, t, (tile,), c, KIND, True)
         begin = TILE
@@ -242,23 +254,10 @@ def _read_row(m, s, t, z_row, offsets, lead, valid, c, UNROLL: tl.constexpr, SHI
 
 
 @triton.jit
-def row_statistics(
-    logits,
-    targets,
-    row,
-    live,
-    valid,
-    first,
-    stride,
-    c,
-    THREADS: tl.constexpr,
-    WORDS: tl.constexpr,
-    UNROLL: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    KIND: tl.constexpr,
-):
+def row_statistics(logits, targets, row, live, valid, first, stride, c, WALK: tl.constexpr):
     """m, s, t of a row, those of no column if it is not live; the target's logit, and whether it is a column here."""
-    offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    THREADS: tl.constexpr = WALK.threads
+    offsets = tl.arange(0, THREADS)[:, None] * WALK.words + tl.arange(0, WALK.words)[None, :]
     m = tl.full((THREADS,), FLOOR, tl.float32)
     s = tl.zeros((THREADS,), tl.float32)
     t = tl.zeros((THREADS,), tl.float32)
@@ -268,31 +267,17 @@ def row_statistics(
         target = tl.load(targets + row) - first
         owned = (target >= 0) & (target < valid)
         target_logit = tl.load(logits + row * stride + target, mask=owned, other=0.0).to(tl.float32)
-        target_logit = softcapped(target_logit, KIND.cap)
-        origin, lead = _row_start(row, stride, WORDS, SHIFTED)
+        target_logit = softcapped(target_logit, WALK.kind.cap)
+        origin, lead = _row_start(row, stride, WALK)
         z_row = logits + origin + offsets
-        m, s, t = _read_row(m, s, t, z_row, offsets, lead, valid, c, UNROLL, SHIFTED, KIND)
+        m, s, t = _read_row(m, s, t, z_row, offsets, lead, valid, c, WALK)
     peak, total, shifted = tl.reduce((m, s, t), 0, merge)
     return peak, tl.where(live, total, 1.0), shifted, target_logit, owned
 
 
 @triton.jit(do_not_specialize=["rows"])
 def statistics_kernel(
-    logits,
-    targets,
-    mask,
-    results,
-    rows,
-    valid,
-    first,
-    stride,
-    c,
-    THREADS: tl.constexpr,
-    WORDS: tl.constexpr,
-    UNROLL: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    KIND: tl.constexpr,
+    logits, targets, mask, results, rows, valid, first, stride, c, WALK: tl.constexpr, WHOLE: tl.constexpr
 ):
     """One row per program: its statistics, or with `WHOLE` the results of `store_row`; `first` is then 0.
 
@@ -301,7 +286,7 @@ def statistics_kernel(
     row = tl.program_id(0).to(tl.int64)
     live = tl.load(mask + row) != 0
     of_row = (logits, targets, row, live, valid, first, stride, c)
-    peak, total, shifted, target_logit, owned = row_statistics(*of_row, THREADS, WORDS, UNROLL, SHIFTED, KIND)
+    peak, total, shifted, target_logit, owned = row_statistics(*of_row, WALK)
     if WHOLE:
         store_row(results + row, rows, peak, total, shifted, target_logit, c, owned, live, True)
     else:
@@ -390,23 +375,13 @@ def _slopes(row, target, c, totals, vocab_size, by_logprobs, by_entropies, grad_
 
 @triton.jit
 def _write_block(
-    z_row,
-    g_row,
-    column,
-    target,
-    c,
-    of_row,
-    inside,
-    valid,
-    columns,
-    UNROLL: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    BENDS: tl.constexpr,
-    KIND: tl.constexpr,
+    z_row, g_row, column, target, c, of_row, inside, valid, columns, WALK: tl.constexpr, BENDS: tl.constexpr
 ):
     """Writes the gradient of a block's tiles, the first of which has the columns `column`."""
-    TOGETHER: tl.constexpr = 1 if SHIFTED else UNROLL  # where loads are scalar, more would take the registers
-    TILE: tl.constexpr = column.shape[0] * column.shape[1]
+    UNROLL: tl.constexpr = WALK.unroll
+    TOGETHER: tl.constexpr = 1 if WALK.shifted else UNROLL  # where loads are scalar, more would take the registers
+    TILE: tl.constexpr = WALK.threads * WALK.words
+    KIND: tl.constexpr = WALK.kind
     dtype: tl.constexpr = g_row.dtype.element_ty
     if inside:
         tiles = ()
@@ -463,34 +438,30 @@ def gradient_kernel(
     logits_stride,
     gradients_stride,
     c,
-    THREADS: tl.constexpr,
-    WORDS: tl.constexpr,
-    UNROLL: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    KIND: tl.constexpr,
+    WALK: tl.constexpr,
 ):
     """One block of one row: 2^x (constant + bend x) with x = z c - peak, and a more at the target; z are capped.
 
     Constant, bend and a are factors [rows, 3]; without them they are those of `_slopes` and `row_factors`.
     The last row comes first: `statistics_kernel` read it last, so it may still be in the L2 cache.
     """
-    TILE: tl.constexpr = THREADS * WORDS
+    BLOCK: tl.constexpr = WALK.threads * WALK.words * WALK.unroll
     BENDS: tl.constexpr = factors is not None or by_entropies is not None
     row = (rows - 1 - tl.program_id(0) // blocks).to(tl.int64)
-    start = (tl.program_id(0) % blocks) * (TILE * UNROLL)
-    offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    start = (tl.program_id(0) % blocks) * BLOCK
+    offsets = tl.arange(0, WALK.threads)[:, None] * WALK.words + tl.arange(0, WALK.words)[None, :]
     target = tl.load(targets + row)
     is_read = tl.load(mask + row) != 0
     if factors is None:
         a, e, total = _slopes(row, target, c, totals, vocab_size, by_logprobs, by_entropies, grad_loss)
         is_read = is_read & ((a != 0) | (e != 0))
     target -= first
-    z_start, lead = _row_start(row, logits_stride, WORDS, SHIFTED)
-    g_start, _ = _row_start(row, gradients_stride, WORDS, SHIFTED)
+    z_start, lead = _row_start(row, logits_stride, WALK)
+    g_start, _ = _row_start(row, gradients_stride, WALK)
     z_row = logits + z_start + start + offsets
     g_row = gradients + g_start + start + offsets
     column = offsets + (start - lead)  # of the first tile
-    inside = (start >= lead) & (start + TILE * UNROLL <= lead + valid)  # then no mask, which no vector may share
+    inside = (start >= lead) & (start + BLOCK <= lead + valid)  # then no mask, which no vector may share
     if is_read:
         if factors is None:
             constant, bend = row_factors(a, e, tl.load(entropies + row), total)
@@ -498,6 +469,6 @@ def gradient_kernel(
             constant, bend = tl.load(factors + row * 3), tl.load(factors + row * 3 + 1)
             a = tl.load(factors + row * 3 + 2)
         of_row = (column, target, c, (tl.load(peaks + row), constant, bend, a))
-        _write_block(z_row, g_row, *of_row, inside, valid, columns, UNROLL, SHIFTED, BENDS, KIND)
+        _write_block(z_row, g_row, *of_row, inside, valid, columns, WALK, BENDS)
     else:
-        _write_zeros(g_row, column, inside, columns, UNROLL)
+        _write_zeros(g_row, column, inside, columns, WALK.unroll)
