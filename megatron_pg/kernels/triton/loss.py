@@ -26,19 +26,24 @@ def triton_loss(
     logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, grad_scale: float, entropy: bool, inplace: bool
 ) -> PolicyGradientLoss:
     """See `megatron_pg.kernels.policy_gradient_loss`."""
-    trains = torch.is_grad_enabled() and logits.requires_grad
+    trains, has_entropy = torch.is_grad_enabled() and logits.requires_grad, entropy or policy_loss.terms.reads_entropy
     if policy_loss.terms.reads_topk and logits.stride(0) < logits.shape[1]:
         logits = logits.contiguous()  # where ids are hidden in rows, each has its own
     if trains and fits_single_pass(logits, policy_loss, vocabulary, entropy=entropy):
         options = {"grad_scale": grad_scale, "entropy": entropy}
-        return PolicyGradientLoss(*_SinglePass.apply(logits, policy_loss, vocabulary, inplace, options))
+        return _named(has_entropy, *_SinglePass.apply(logits, policy_loss, vocabulary, inplace, options))
     fields, detail = policy_loss.fields, detail_of(policy_loss, entropy=entropy)
     if detail is None and policy_loss.token_kernel:
-        targets, mask = fields.targets.contiguous(), fields.mask.contiguous()  # kernels have no strides
-        return PolicyGradientLoss(*_TwoPasses.apply(logits, targets, mask, policy_loss, vocabulary, inplace))
+        return _named(has_entropy, *_TwoPasses.apply(logits, policy_loss, vocabulary, inplace))
     reader = reader_of("triton", vocabulary, fields.targets, detail, fields.mask)
     outputs = read(logits, reader, inplace=inplace)[:-1]
     return loss_of(policy_loss, outputs, vocabulary, "triton")
+
+
+def _named(has_entropy: bool, *values: Tensor | None) -> PolicyGradientLoss:
+    """What an autograd function returned; `dataclasses.replace` would take the host longer."""
+    loss, token_losses, logprobs, log_ratios, entropy, *rest = values
+    return PolicyGradientLoss(loss, token_losses, logprobs, log_ratios, entropy if has_entropy else None, *rest)
 
 
 def fits_single_pass(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, entropy: bool) -> bool:
@@ -97,7 +102,8 @@ class _TwoPasses(torch.autograd.Function):
     """A loss with a token kernel: the forward reads the logits, the backward reads them and writes the gradient."""
 
     @staticmethod
-    def forward(ctx, logits, targets, mask, policy_loss, vocabulary, inplace):
+    def forward(ctx, logits, policy_loss, vocabulary, inplace):
+        targets, mask = policy_loss.fields.targets.contiguous(), policy_loss.fields.mask.contiguous()
         if vocabulary.ranks == 1 and policy_loss.is_by_token:
             found, slope, bend, rows = loss_and_slopes_of_rows(logits, targets, policy_loss, vocabulary)
         else:
@@ -116,7 +122,7 @@ class _TwoPasses(torch.autograd.Function):
         write_gradient(logits, gradient, targets, mask, *of_rows, ctx.vocabulary, grad_loss=grad_loss)
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)
-        return gradient, None, None, None, None, None
+        return gradient, None, None, None
 
 
 @triton.jit(do_not_specialize=["rows"])
