@@ -187,9 +187,11 @@ def rows() -> Iterator[Build]:
     from megatron_pg.kernels.triton import vocab_parallel as by
     from megatron_pg.kernels.triton.surrogate import token_loss_kernel
 
-    made = dict.fromkeys(("totals", "entropies", "by_logprobs", "by_entropies", "grad_loss"))
+    in_one = dict.fromkeys(("totals", "entropies", "by_logprobs"))  # with the peaks
+    made = in_one | dict.fromkeys(("by_entropies", "grad_loss"))
     upstream = [{"factors": None} | dict.fromkeys(n) for n in ((), ("by_entropies",), ("grad_loss",))]
     upstream += [{"factors": None, "by_entropies": None, "grad_loss": None}, made]
+    upstream += [{"factors": None} | in_one, {"factors": None, "by_entropies": None} | in_one]
     losses = [{"TOKEN_KERNEL": token_kernels.dppo_kl, "KL": token_kernels.k3_weighted, "BONUS": True}]
     losses.append({"TOKEN_KERNEL": token_kernels.grpo, "KL": None, "BONUS": False})
     for dtype, shifted, cap in itertools.product(("bf16", "fp32"), (False, True), (None, CAP)):
@@ -206,7 +208,7 @@ def rows() -> Iterator[Build]:
                 even=() if shifted else ("valid", "columns", *STRIDES),
                 threads=1024 if cap is None else 640,  # what keeps enough loads in flight
                 least={"wide_loads": launched["WALK"].unroll * (1 if shifted else 2)},
-                is_default=dtype == "bf16" and not shifted and cap is None and number in (1, 2, 7),
+                is_default=dtype == "bf16" and not shifted and cap is None and number in (1, 2, 9),
             )
 
 

@@ -8,13 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.declarations.single_pass import Path, path_of
-from megatron_pg.kernels.logprobs import RowStatistics
 from megatron_pg.kernels.losses import detail_of, loss_of, reader_of
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.readers import read
-from megatron_pg.kernels.triton.surrogate import loss_and_slopes, loss_and_slopes_of_rows
+from megatron_pg.kernels.triton.surrogate import loss_and_slopes, loss_of_rows
 from megatron_pg.kernels.triton.tiles import FUSED
-from megatron_pg.kernels.triton.vocab_parallel import rows_of, write_gradient
+from megatron_pg.kernels.triton.vocab_parallel import launch_gradient, rows_of
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 RESCALE_BLOCK = 8192
@@ -105,21 +104,21 @@ class _TwoPasses(torch.autograd.Function):
     def forward(ctx, logits, policy_loss, vocabulary, inplace):
         targets, mask = policy_loss.fields.targets.contiguous(), policy_loss.fields.mask.contiguous()
         if vocabulary.ranks == 1 and policy_loss.is_by_token:
-            found, slope, bend, rows = loss_and_slopes_of_rows(logits, targets, policy_loss, vocabulary)
+            found, of_rows = loss_of_rows(logits, targets, policy_loss, vocabulary)
         else:
             rows = rows_of(logits, targets, mask, vocabulary)
-            found, slope, bend = loss_and_slopes(policy_loss, rows.logprobs, rows.entropy)
-        ctx.save_for_backward(logits, targets, mask, *rows, slope, bend)
+            found, *slopes = loss_and_slopes(policy_loss, rows.logprobs, rows.entropy)
+            of_rows = rows.peaks, rows.totals, rows.entropy, *slopes
+        ctx.save_for_backward(logits, targets, mask, *of_rows)
         ctx.vocabulary, ctx.inplace = vocabulary, inplace
         return found.for_autograd(ctx)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss, *_):
-        logits, targets, mask, *rows, slope, bend = ctx.saved_tensors
+        logits, targets, mask, *of_rows = ctx.saved_tensors
         gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
-        of_rows = RowStatistics(*rows), (slope, bend)
-        write_gradient(logits, gradient, targets, mask, *of_rows, ctx.vocabulary, grad_loss=grad_loss)
+        launch_gradient(logits, gradient, targets, mask, (*of_rows, grad_loss, None), ctx.vocabulary)
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)
         return gradient, None, None, None

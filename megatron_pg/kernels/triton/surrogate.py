@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_pg.kernels.logprobs import RowStatistics
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.triton.segments import ADVANTAGE, DRIFT, LOG_RATIO, OWN, WEIGHT, sequence_fields
 from megatron_pg.kernels.triton.terms import (
@@ -89,19 +88,19 @@ def loss_and_slopes(
     return _found(policy_loss, logprobs, entropy, out.unbind())
 
 
-def loss_and_slopes_of_rows(
+def loss_of_rows(
     logits: Tensor, targets: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary
-) -> tuple[PolicyGradientLoss, Tensor, Tensor | None, RowStatistics]:
-    """`loss_and_slopes` and the rows' statistics in one launch: of a loss by token, and a vocabulary of one rank."""
+) -> tuple[PolicyGradientLoss, tuple[Tensor | None, ...]]:
+    """A loss by token over the vocabulary of one rank, in one launch, and what `launch_gradient` needs of its rows."""
     known, rows = KernelTerms.of(policy_loss.terms), logits.shape[0]
     out = torch.empty(4 + len(known.results), rows, dtype=torch.float32, device=logits.device)
     sizes = rows, vocabulary.valid, logits.stride(0), log2_scale(vocabulary)
     numbers = known.numbers, known.coefficients, known.slope_scale
     options = reading(logits, vocabulary) | known.constants
     token_loss_kernel[(rows,)](logits, targets, field_pointers(policy_loss), out, *sizes, *numbers, **options)
-    logprobs, entropy, peaks, totals, *values = out.unbind()
-    found = _found(policy_loss, logprobs, entropy, values)
-    return *found, RowStatistics(logprobs, entropy, peaks, totals)
+    logprobs, entropy, _, _, *values = out.unbind()
+    found, _, bend = _found(policy_loss, logprobs, entropy, values)
+    return found, (out, None, None, None, bend)
 
 
 def _found(

@@ -6,6 +6,7 @@ is zero, are not read.
 """
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -58,12 +59,17 @@ class Walk(NamedTuple):
 
     def options(self, logits: Tensor, cap: float | None, *, shifted: bool = False) -> dict[str, Any]:
         """How a kernel that walks over these logits is launched."""
-        steps = Steps(self.threads, words_of(logits), self.unroll, shifted, Kind(cap=cap))
+        steps = _steps(self.threads, words_of(logits), self.unroll, shifted, cap)
         return {"WALK": steps, "num_warps": self.warps, **FUSED}
 
     def blocks(self, logits: Tensor, columns: int) -> int:
         """Programs per row of `columns`: each takes the tiles that are in flight at once."""
         return -(-columns // (self.threads * self.unroll * words_of(logits)))
+
+
+@lru_cache
+def _steps(threads: int, words: int, unroll: int, shifted: bool, cap: float | None) -> Steps:
+    return Steps(threads, words, unroll, shifted, Kind(cap=cap))
 
 
 def words_of(logits: Tensor) -> int:
@@ -178,17 +184,15 @@ def write_gradient(
     rows: RowStatistics,
     slopes: tuple[Tensor, Tensor | None],
     vocabulary: Vocabulary,
-    grad_loss: Tensor | None = None,
 ) -> None:
     """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits.
 
-    `slopes`: [T] each, by log-probability and by entropy; None: no loss reads the entropy. `grad_loss`: [] their
-    factor; None: 1.
+    `slopes`: [T] each, by log-probability and by entropy; None: no loss reads the entropy.
     """
     by_logprob, by_entropy = slopes
     by_entropy = None if by_entropy is None else by_entropy.contiguous()
-    of_rows = rows.totals, rows.entropy, by_logprob.contiguous(), by_entropy, grad_loss, None
-    launch_gradient(logits, gradient, targets, mask, rows.peaks, of_rows, vocabulary)
+    of_rows = rows.peaks, rows.totals, rows.entropy, by_logprob.contiguous(), by_entropy, None, None
+    launch_gradient(logits, gradient, targets, mask, of_rows, vocabulary)
 
 
 def launch_gradient(
@@ -196,19 +200,17 @@ def launch_gradient(
     gradient: Tensor,
     targets: Tensor,
     mask: Tensor,
-    peaks: Tensor,
     of_rows: tuple[Tensor | None, ...],
     vocabulary: Vocabulary,
 ) -> None:
-    """Launches `gradient_kernel`; `of_rows`: its arguments from `totals` to `factors`."""
+    """Launches `gradient_kernel`; `of_rows`: its arguments from `peaks` to `factors`."""
     shifted = _is_shifted(logits, gradient)
-    lead = words_of(logits) - 1 if shifted else 0  # before a row, at most
     rows, columns = logits.shape
-    blocks = WRITE.blocks(logits, lead + columns)
+    blocks = WRITE.blocks(logits, columns + (words_of(logits) - 1 if shifted else 0))  # words before a row, at most
     sizes = rows, columns, vocabulary.valid, vocabulary.first, vocabulary.size, blocks
     scalars = *sizes, logits.stride(0), gradient.stride(0), log2_scale(vocabulary)
     options = WRITE.options(logits, vocabulary.softcap, shifted=shifted)
-    gradient_kernel[(rows * blocks,)](logits, gradient, targets, mask, peaks, *of_rows, *scalars, **options)
+    gradient_kernel[(rows * blocks,)](logits, gradient, targets, mask, *of_rows, *scalars, **options)
 
 
 @triton.jit
@@ -442,7 +444,8 @@ def gradient_kernel(
 ):
     """One block of one row: 2^x (constant + bend x) with x = z c - peak, and a more at the target; z are capped.
 
-    Constant, bend and a are factors [rows, 3]; without them they are those of `_slopes` and `row_factors`.
+    Constant, bend and a are factors [rows, 3]; without them they are those of `_slopes` and `row_factors`. Without
+    `totals`, too, `peaks` are the results of `token_loss_kernel`, one pointer that the host binds instead of four.
     The last row comes first: `statistics_kernel` read it last, so it may still be in the L2 cache.
     """
     BLOCK: tl.constexpr = WALK.threads * WALK.words * WALK.unroll
@@ -452,6 +455,11 @@ def gradient_kernel(
     offsets = tl.arange(0, WALK.threads)[:, None] * WALK.words + tl.arange(0, WALK.words)[None, :]
     target = tl.load(targets + row)
     is_read = tl.load(mask + row) != 0
+    if factors is None and totals is None:
+        entropies = peaks + rows
+        totals = peaks + 3 * rows
+        by_logprobs = peaks + 7 * rows
+        peaks += 2 * rows
     if factors is None:
         a, e, total = _slopes(row, target, c, totals, vocab_size, by_logprobs, by_entropies, grad_loss)
         is_read = is_read & ((a != 0) | (e != 0))
