@@ -2,6 +2,7 @@
 logits.
 
     python benchmarks/grpo_kernel.py --out docs/kernels          # one GPU: docs/kernels.json, docs/kernels.png, a table
+    python benchmarks/grpo_kernel.py --shape 1000 50257          # bfloat16 logits of this shape
     torchrun --nproc-per-node 2 benchmarks/grpo_kernel.py        # the vocabulary over the GPUs of a host
 
 Random logits of unit variance, no masked rows unless the row says so. Before each repetition the logits are copied from
@@ -50,10 +51,13 @@ def fields_of(logits: torch.Tensor, masked: float = 0.0, *, runs: bool = True) -
 
 
 def ours(fields: dict, **options) -> Callable:
-    """Forward and backward of `grpo_loss`."""
+    """Forward and backward of `grpo_loss`, on a leaf as the others, which in place is refused."""
 
     def run(logits):
-        logits = ModelOutput.apply(torch.ones((), device=logits.device, requires_grad=True), logits)
+        if options.get("inplace"):
+            logits = ModelOutput.apply(torch.ones((), device=logits.device, requires_grad=True), logits)
+        else:
+            logits = logits.requires_grad_()
         out = grpo_loss(logits, **fields, **CLIP, **options)
         return out, torch.autograd.grad(out.loss, logits)[0]
 
@@ -309,6 +313,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="path without suffix: .json and .png are written")
     parser.add_argument("--repetitions", type=int, default=50)
+    parser.add_argument("--shape", type=int, nargs=2, metavar=("ROWS", "COLUMNS"), help="default: five shapes")
     args = parser.parse_args()
     if "WORLD_SIZE" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -319,7 +324,8 @@ def main() -> None:
             print("\n".join(json.dumps(row) for row in rows))
         torch.distributed.destroy_process_group()
         return
-    rows = [bench_shape(*shape, args.repetitions) for shape in SHAPES]
+    shapes = SHAPES if args.shape is None else [(*args.shape, torch.bfloat16)]
+    rows = [bench_shape(*shape, args.repetitions) for shape in shapes]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     print(table(rows))
     if args.out:
