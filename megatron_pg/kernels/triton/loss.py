@@ -1,6 +1,7 @@
 """The Triton implementation of `grpo_loss`: a single pass where the whole row fits, else statistics and gradient."""
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -39,7 +40,7 @@ def triton_loss(
     return loss_of(policy_loss, outputs, vocabulary, "triton")
 
 
-def _named(has_entropy: bool, *values: Tensor | None) -> PolicyGradientLoss:
+def _named(has_entropy: bool, *values: Any) -> PolicyGradientLoss:
     """What an autograd function returned; `dataclasses.replace` would take the host longer."""
     loss, token_losses, logprobs, log_ratios, entropy, *rest = values
     return PolicyGradientLoss(loss, token_losses, logprobs, log_ratios, entropy if has_entropy else None, *rest)

@@ -5,7 +5,7 @@ sequences takes another launch first, `segments`.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -85,7 +85,7 @@ def loss_and_slopes(
         numbers = known.numbers, known.coefficients, known.slope_scale, terms.opsm_threshold or 0.0
         options = known.constants | {"SEQUENCES": terms.reads_sequences} | of_sequences | FUSED
         surrogate_kernel[(-(-rows // BLOCK),)](*read, out, rows, count, *numbers, **options, BLOCK=BLOCK)
-    return _found(policy_loss, logprobs, entropy, out.unbind())
+    return _found(policy_loss, known, logprobs, entropy, out.unbind())
 
 
 def loss_of_rows(
@@ -99,16 +99,16 @@ def loss_of_rows(
     options = reading(logits, vocabulary) | known.constants
     token_loss_kernel[(rows,)](logits, targets, field_pointers(policy_loss), out, *sizes, *numbers, **options)
     logprobs, entropy, _, _, *values = out.unbind()
-    found, _, bend = _found(policy_loss, logprobs, entropy, values)
+    found, _, bend = _found(policy_loss, known, logprobs, entropy, values)
     return found, (out, None, None, None, bend)
 
 
 def _found(
-    policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor, values: Sequence[Tensor]
+    policy_loss: PolicyLoss, known: KernelTerms, logprobs: Tensor, entropy: Tensor, values: Sequence[Tensor]
 ) -> tuple[PolicyGradientLoss, Tensor, Tensor | None]:
     """The results of a kernel, by their names."""
-    known = KernelTerms.of(policy_loss.terms)
-    found = _PerToken(*(each if is_found else None for each, is_found in zip(values, known.results, strict=True)))
+    named: list[Any] = [each if there else None for each, there in zip(values, known.results, strict=True)]
+    found = _PerToken(*named)
     terms = term_losses(policy_loss, found.kl, entropy)
     kept = None if found.kept is None else found.kept != 0
     of_sequences = found.sequence_log_ratios, found.sequence_advantages
