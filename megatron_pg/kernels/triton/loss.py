@@ -41,7 +41,7 @@ def triton_loss(
 
 
 def _named(has_entropy: bool, *values: Any) -> PolicyGradientLoss:
-    """What an autograd function returned; `dataclasses.replace` would take the host longer."""
+    """The results of an autograd function by their names; `replace` would take the host longer."""
     loss, token_losses, logprobs, log_ratios, entropy, *rest = values
     return PolicyGradientLoss(loss, token_losses, logprobs, log_ratios, entropy if has_entropy else None, *rest)
 

@@ -1,7 +1,8 @@
 """The loss from log-probabilities and entropies in one launch; `PolicyLoss`, its specification, takes 30 to 100.
 
 That many small launches cost more host time than the device needs for a shard of logits. A loss that reads whole
-sequences takes another launch first, `segments`.
+sequences takes another launch first, `segments`. A loss by token over the vocabulary of one rank takes none after the
+launch that reads the logits.
 """
 
 from collections.abc import Sequence

@@ -37,7 +37,7 @@ COMBINE_ROWS = 128
 
 
 class Steps(NamedTuple):
-    """How a program of `threads` reads a row. Part of what a kernel is compiled for, as one: Triton binds each."""
+    """How the threads of a program read a row: one constant of a kernel, because Triton binds each at every launch."""
 
     threads: int
     words: int  # numbers in a vector

@@ -285,7 +285,7 @@ def test_a_large_vocabulary(columns, dtype):
 @pytest.mark.skipif(not CUDA, reason="takes gigabytes and a million tiles: on a GPU only")
 @pytest.mark.parametrize(
     ("rows", "columns"),
-    [(17_000, 128_256), (17_001, 126_337), (70_000, 1_024), (70_001, 1_003)],  # one launch, three launches, of each
+    [(17_000, 128_256), (17_001, 126_337), (70_000, 1_024), (70_001, 1_003)],  # by single-pass and multi-pass kernels
 )
 def test_more_than_2_to_the_31_logits_and_more_than_65535_rows(rows, columns):
     """The first and the last rows against float64; every row's log-probability against float32 torch."""
