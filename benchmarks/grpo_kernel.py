@@ -2,7 +2,7 @@
 logits.
 
     python benchmarks/grpo_kernel.py --out docs/kernels          # one GPU: docs/kernels.json, docs/kernels.png, a table
-    python benchmarks/grpo_kernel.py --small 1000 50257          # ours and Liger by turns, bfloat16
+    python benchmarks/grpo_kernel.py --small 1000 50257          # ours and Liger alternately, bfloat16
     torchrun --nproc-per-node 2 benchmarks/grpo_kernel.py        # the vocabulary over the GPUs of a host
 
 Random logits of unit variance, no masked rows unless the row says so. Before each repetition the logits are copied from
@@ -227,7 +227,7 @@ def bench_shape(rows: int, columns: int, dtype: torch.dtype, repetitions: int) -
 
 
 def bench_small(rows: int, columns: int, repetitions: int) -> str:
-    """Ours and Liger by turns, because what a small shape takes is the host's time, which varies."""
+    """Ours and Liger alternately, because a small shape takes the time of the host, which varies."""
     torch.manual_seed(0)
     master = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     fields = fields_of(master)
