@@ -2,6 +2,7 @@
 logits.
 
     python benchmarks/grpo_kernel.py --out docs/kernels          # one GPU: docs/kernels.json, docs/kernels.png, a table
+    python benchmarks/grpo_kernel.py --small 1000 50257          # ours and Liger alternately, bfloat16
     torchrun --nproc-per-node 2 benchmarks/grpo_kernel.py        # the vocabulary over the GPUs of a host
 
 Random logits of unit variance, no masked rows unless the row says so. Before each repetition the logits are copied from
@@ -13,6 +14,7 @@ import argparse
 import json
 import math
 import os
+import random
 import statistics
 import warnings
 from collections.abc import Callable
@@ -50,10 +52,13 @@ def fields_of(logits: torch.Tensor, masked: float = 0.0, *, runs: bool = True) -
 
 
 def ours(fields: dict, **options) -> Callable:
-    """Forward and backward of `grpo_loss`."""
+    """Forward and backward of `grpo_loss`, on a leaf as the others, which in place is refused."""
 
     def run(logits):
-        logits = ModelOutput.apply(torch.ones((), device=logits.device, requires_grad=True), logits)
+        if options.get("inplace"):
+            logits = ModelOutput.apply(torch.ones((), device=logits.device, requires_grad=True), logits)
+        else:
+            logits = logits.requires_grad_()
         out = grpo_loss(logits, **fields, **CLIP, **options)
         return out, torch.autograd.grad(out.loss, logits)[0]
 
@@ -121,20 +126,26 @@ def liger(fields: dict, *, inplace: bool) -> Callable:
     return run
 
 
-def median_ms(master: torch.Tensor, run: Callable, repetitions: int) -> float:
-    """Median time of `run` on a fresh copy of `master`, by events on the device, which never waits for the host."""
-    events, work = [], torch.empty_like(master)
+def medians_ms(master: torch.Tensor, runs: dict[str, Callable], repetitions: int) -> dict[str, float]:
+    """Median time of each on a fresh copy of `master`, in random order, by events that never wait for the host."""
+    events, work, order = {name: [] for name in runs}, torch.empty_like(master), random.Random(0)
     for _ in range(repetitions + 3):
-        with torch.no_grad():
-            work = work.detach().copy_(master)
-        pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        pair[0].record()
-        result = run(work)
-        pair[1].record()
-        events.append(pair)
-        del result
+        for name in order.sample([*runs], len(runs)):
+            with torch.no_grad():
+                work = work.detach().copy_(master)
+            pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            pair[0].record()
+            result = runs[name](work)
+            pair[1].record()
+            events[name].append(pair)
+            del result
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events[3:])
+    return {name: statistics.median(start.elapsed_time(end) for start, end in events[name][3:]) for name in runs}
+
+
+def median_ms(master: torch.Tensor, run: Callable, repetitions: int) -> float:
+    """That of one alone."""
+    return medians_ms(master, {"": run}, repetitions)[""]
 
 
 def copy_ms(master: torch.Tensor, repetitions: int) -> float:
@@ -213,6 +224,17 @@ def bench_shape(rows: int, columns: int, dtype: torch.dtype, repetitions: int) -
             row["ratios"][name] = row["peak_of_logits"][name] = None
             print(f"{name} failed: {type(error).__name__}: {str(error)[:300]}")
     return row
+
+
+def bench_small(rows: int, columns: int, repetitions: int) -> str:
+    """Ours and Liger alternately, because a small shape takes the time of the host, which varies."""
+    torch.manual_seed(0)
+    master = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    fields = fields_of(master)
+    runs = {"ours": ours(fields), "Liger": liger(fields, inplace=False), "copy": torch.empty_like(master).copy_}
+    times = medians_ms(master, runs, repetitions)
+    cells = [f"{name} {ms:.3f} ms ({ms / times['copy']:.1f} copies)" for name, ms in times.items()]
+    return f"{rows} x {columns}: {', '.join(cells)}; ours / Liger {times['ours'] / times['Liger']:.3f}"
 
 
 def bench_sharded(rows: int, columns: int, dtype: torch.dtype, repetitions: int) -> dict:
@@ -309,6 +331,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="path without suffix: .json and .png are written")
     parser.add_argument("--repetitions", type=int, default=50)
+    parser.add_argument("--small", type=int, nargs=2, metavar=("ROWS", "COLUMNS"), help="this shape, and Liger only")
     args = parser.parse_args()
     if "WORLD_SIZE" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -319,8 +342,11 @@ def main() -> None:
             print("\n".join(json.dumps(row) for row in rows))
         torch.distributed.destroy_process_group()
         return
-    rows = [bench_shape(*shape, args.repetitions) for shape in SHAPES]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    if args.small:
+        print(bench_small(*args.small, args.repetitions))
+        return
+    rows = [bench_shape(*shape, args.repetitions) for shape in SHAPES]
     print(table(rows))
     if args.out:
         args.out.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")

@@ -141,7 +141,7 @@ class PolicyLoss:
     terms: LossTerms
     fields: TokenFields
 
-    @property
+    @cached_property
     def token_kernel(self) -> TokenKernel | None:
         """`LossTerms.token_kernel` where all terms are over the objective's tokens; None: the loss is in torch."""
         has_own_tokens = any(own.mask is not None for own in self.fields.terms.values())

@@ -72,10 +72,11 @@ class Build:
         names, types = self.kernel.arg_names, TYPES | self.types
         signature = {name: "constexpr" if name in self.constants else types.get(name, "*fp32") for name in names}
         aligned = [place for place, kind in self._leaves(signature) if kind[0] == "*" or names[place[0]] in self.even]
+        absent = {place: None for place, kind in self._leaves(signature) if kind == "constexpr" and len(place) > 1}
         return (GluonASTSource if self.is_gluon else ASTSource)(
             fn=self.kernel,
             signature=signature,
-            constexprs={(names.index(name),): value for name, value in self.constants.items()},
+            constexprs=absent | {(names.index(name),): value for name, value in self.constants.items()},
             attrs={place: [["tt.divisibility", 16]] for place in aligned},
         )
 
@@ -148,7 +149,7 @@ def single_pass() -> Iterator[Build]:
             f"single_pass {columns} {dtype} {loss}{capped(cap)}",
             single_pass_kernel,
             launched | shape.options,
-            {"logits": f"*{dtype}", "gradients": f"*{dtype}", "fields": _fields()},
+            {"logits": f"*{dtype}", "gradients": f"*{dtype}", "fields": _fields(bool(estimator))},
             threads=shape.tiling.threads * shape.programs,
             programs=shape.programs,
             least={"wide_stores": 1, "wide_copies": 1},
@@ -157,10 +158,10 @@ def single_pass() -> Iterator[Build]:
         )
 
 
-def _fields() -> Any:
+def _fields(has_terms: bool) -> Any:
     from megatron_pg.kernels.triton.terms import FieldPointers
 
-    return FieldPointers(*["*fp32"] * 7)._replace(mask="*i1")
+    return FieldPointers(*["*fp32"] * 3, "*i1", *["*fp32" if has_terms else "constexpr"] * 3)
 
 
 def surrogate() -> Iterator[Build]:
@@ -168,10 +169,12 @@ def surrogate() -> Iterator[Build]:
     from megatron_pg.kernels.triton import segments, token_kernels
     from megatron_pg.kernels.triton import surrogate as by
 
-    kinds = {"sequences": segments.SequencePointers("*i64", "*fp64", "*fp64"), "fields": _fields()}
     for name, reads_sequences in (("dppo_kl", False), ("vespo", True)):
-        constants = {"TOKEN_KERNEL": getattr(token_kernels, name), "KL": token_kernels.k3_weighted, "BONUS": True}
+        estimator = token_kernels.k3_weighted if reads_sequences else None
+        constants = {"TOKEN_KERNEL": getattr(token_kernels, name), "KL": estimator, "BONUS": reads_sequences}
         constants |= dict.fromkeys(("SEQUENCES", "OPSM", "ONE_WEIGHT"), reads_sequences) | {"BLOCK": by.BLOCK}
+        constants |= {} if reads_sequences else {"sequences": None}
+        kinds = {"sequences": segments.SequencePointers("*i64", "*fp64", "*fp64"), "fields": _fields(reads_sequences)}
         yield Build(f"surrogate {name}", by.surrogate_kernel, constants, types=kinds, is_default=True)
     launched = {"AVERAGED": token_kernels.gmpo_averaged, "OPSM": True, "ONE_WEIGHT": True, "BLOCK": segments.BLOCK}
     launched |= {"num_warps": 8}
@@ -180,27 +183,32 @@ def surrogate() -> Iterator[Build]:
 
 def rows() -> Iterator[Build]:
     """What reads and writes rows of logits, with rows that begin at multiples of 16 bytes and others."""
+    from megatron_pg.kernels.triton import token_kernels
     from megatron_pg.kernels.triton import vocab_parallel as by
-    from megatron_pg.kernels.triton.tiles import Kind
+    from megatron_pg.kernels.triton.surrogate import token_loss_kernel
 
-    made = dict.fromkeys(("totals", "entropies", "by_logprobs", "by_entropies", "grad_loss"))
+    in_one = dict.fromkeys(("totals", "entropies", "by_logprobs"))  # with the peaks
+    made = in_one | dict.fromkeys(("by_entropies", "grad_loss"))
     upstream = [{"factors": None} | dict.fromkeys(n) for n in ((), ("by_entropies",), ("grad_loss",))]
     upstream += [{"factors": None, "by_entropies": None, "grad_loss": None}, made]
+    upstream += [{"factors": None} | in_one, {"factors": None, "by_entropies": None} | in_one]
+    losses = [{"TOKEN_KERNEL": token_kernels.dppo_kl, "KL": token_kernels.k3_weighted, "BONUS": True}]
+    losses.append({"TOKEN_KERNEL": token_kernels.grpo, "KL": None, "BONUS": False})
     for dtype, shifted, cap in itertools.product(("bf16", "fp32"), (False, True), (None, CAP)):
-        logits = logits_of(dtype)
-        variants = [(by.statistics_kernel, by.READ.options(logits) | {"WHOLE": whole}) for whole in (False, True)]
-        variants += [(by.gradient_kernel, by.WRITE.options(logits) | absent) for absent in upstream]
+        read, write = (walk.options(logits_of(dtype), cap, shifted=shifted) for walk in (by.READ, by.WRITE))
+        variants = [(by.statistics_kernel, read | {"WHOLE": whole}) for whole in (False, True)]
+        variants += [(by.gradient_kernel, write | absent) for absent in upstream]
+        variants += [(token_loss_kernel, read | loss) for loss in losses]
         for number, (kernel, launched) in enumerate(variants):
-            launched |= {"SHIFTED": shifted, "KIND": Kind(cap=cap)}
             yield Build(
                 f"rows {kernel.__name__} {number} {dtype} {'shifted' if shifted else 'even'}{capped(cap)}",
                 kernel,
                 launched,
-                {"logits": f"*{dtype}", "gradients": f"*{dtype}"},
+                {"logits": f"*{dtype}", "gradients": f"*{dtype}", "fields": _fields(launched.get("BONUS", False))},
                 even=() if shifted else ("valid", "columns", *STRIDES),
                 threads=1024 if cap is None else 640,  # what keeps enough loads in flight
-                least={"wide_loads": launched["UNROLL"] * (1 if shifted else 2)},
-                is_default=dtype == "bf16" and not shifted and cap is None and number in (1, 2),
+                least={"wide_loads": launched["WALK"].unroll * (1 if shifted else 2)},
+                is_default=dtype == "bf16" and not shifted and cap is None and number in (1, 2, 9),
             )
 
 
@@ -208,20 +216,20 @@ def teacher() -> Iterator[Build]:
     """What reads the rows of student and teacher."""
     from megatron_pg.kernels.triton import teacher as by
 
-    logits, shares = logits_of("fp32"), {"NUMBERS": (0.3, 0.7)}
-    variants = [("", by.mixture_kernel, by.MIX.options(logits) | shares, "fp32", 1024)]
-    for form in ("forward_kl", "reverse_kl", "jsd"):
-        variants.append((form, by.statistics_kernel, by.READ.options(logits) | {"FORM": form}, "fp32", 1024))
-        variants.append((form, by.combine_kernel, {"FORM": form, "BLOCK": by.COMBINE_ROWS}, "fp32", 1024))
-        written = by.WRITE.options(logits) | shares | {"FORM": form}
-        variants += [(form, by.gradient_kernel, dict(written), dtype, 640) for dtype in ("bf16", "fp32")]
-    capless = by.combine_kernel
-    variants = [(*v, cap) for v in variants for cap in (None, CAP) if cap is None or v[1] is not capless]
+    shares, forms = {"NUMBERS": (0.3, 0.7)}, ("forward_kl", "reverse_kl", "jsd")
+    blocks = {"BLOCK": by.COMBINE_ROWS}
+    variants = [(form, by.combine_kernel, blocks | {"FORM": form}, "fp32", 1024, None) for form in forms]
+    for cap in (None, CAP):
+        mix, read, write = (walk.options(logits_of("fp32"), cap) for walk in (by.MIX, by.READ, by.WRITE))
+        variants.append(("", by.mixture_kernel, mix | shares, "fp32", 1024, cap))
+        variants += [(form, by.statistics_kernel, read | {"FORM": form}, "fp32", 1024, cap) for form in forms]
+        for form, dtype in itertools.product(forms, ("bf16", "fp32")):
+            variants.append((form, by.gradient_kernel, write | shares | {"FORM": form}, dtype, 640, cap))
     for form, kernel, launched, dtype, threads, cap in variants:
         yield Build(
             f"teacher {kernel.__name__} {form} {dtype}{capped(cap)}",
             kernel,
-            launched | ({} if kernel is capless else {"CAP": cap}),
+            launched,
             {"gradients": f"*{dtype}", **dict.fromkeys(STRIDES, "i64")},
             threads=threads if cap is None else 512,
             least={"wide_loads": int(kernel is not by.combine_kernel)},

@@ -1,6 +1,7 @@
 """The Triton implementation of `grpo_loss`: a single pass where the whole row fits, else statistics and gradient."""
 
 from functools import lru_cache
+from typing import Any, cast
 
 import torch
 import triton
@@ -8,13 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.declarations.single_pass import Path, path_of
-from megatron_pg.kernels.logprobs import RowStatistics
 from megatron_pg.kernels.losses import detail_of, loss_of, reader_of
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.readers import read
-from megatron_pg.kernels.triton.surrogate import loss_and_slopes
+from megatron_pg.kernels.triton.surrogate import loss_and_slopes, loss_of_rows
 from megatron_pg.kernels.triton.tiles import FUSED
-from megatron_pg.kernels.triton.vocab_parallel import rows_of, write_gradient
+from megatron_pg.kernels.triton.vocab_parallel import launch_gradient, rows_of
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 RESCALE_BLOCK = 8192
@@ -26,19 +26,27 @@ def triton_loss(
     logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, grad_scale: float, entropy: bool, inplace: bool
 ) -> PolicyGradientLoss:
     """See `megatron_pg.kernels.policy_gradient_loss`."""
-    trains = torch.is_grad_enabled() and logits.requires_grad
+    trains, has_entropy = torch.is_grad_enabled() and logits.requires_grad, entropy or policy_loss.terms.reads_entropy
+    found: list[PolicyGradientLoss] = []  # of the autograd functions, of which every other output would cost 2 µs
     if policy_loss.terms.reads_topk and logits.stride(0) < logits.shape[1]:
         logits = logits.contiguous()  # where ids are hidden in rows, each has its own
     if trains and fits_single_pass(logits, policy_loss, vocabulary, entropy=entropy):
         options = {"grad_scale": grad_scale, "entropy": entropy}
-        return PolicyGradientLoss(*_SinglePass.apply(logits, policy_loss, vocabulary, inplace, options))
+        loss = _SinglePass.apply(logits, policy_loss, vocabulary, inplace, options, found)
+        return _differentiable(loss, found[0], has_entropy)
     fields, detail = policy_loss.fields, detail_of(policy_loss, entropy=entropy)
     if detail is None and policy_loss.token_kernel:
-        targets, mask = fields.targets.contiguous(), fields.mask.contiguous()  # kernels have no strides
-        return PolicyGradientLoss(*_TwoPasses.apply(logits, targets, mask, policy_loss, vocabulary, inplace))
+        loss = _TwoPasses.apply(logits, policy_loss, vocabulary, inplace, found)
+        return _differentiable(loss, found[0], has_entropy)
     reader = reader_of("triton", vocabulary, fields.targets, detail, fields.mask)
     outputs = read(logits, reader, inplace=inplace)[:-1]
     return loss_of(policy_loss, outputs, vocabulary, "triton")
+
+
+def _differentiable(loss: Tensor, found: PolicyGradientLoss, has_entropy: bool) -> PolicyGradientLoss:
+    """What an autograd function found, with the loss that it returned; `replace` would take the host longer."""
+    losses, logprobs, log_ratios, entropy, *rest = cast(Any, found.per_token)
+    return PolicyGradientLoss(loss, losses, logprobs, log_ratios, entropy if has_entropy else None, *rest)
 
 
 def fits_single_pass(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, entropy: bool) -> bool:
@@ -65,7 +73,7 @@ class _SinglePass(torch.autograd.Function):
     """The gradient is made in the forward for the upstream gradient `grad_scale`, and corrected if another comes."""
 
     @staticmethod
-    def forward(ctx, logits, policy_loss, vocabulary, inplace, options):
+    def forward(ctx, logits, policy_loss, vocabulary, inplace, options, results):
         from megatron_pg.kernels.triton import single_pass
 
         gradient = logits.detach() if inplace else torch.empty_like(logits)
@@ -73,11 +81,12 @@ class _SinglePass(torch.autograd.Function):
         if inplace:  # whoever saved the logits gets an error, not a wrong gradient
             torch.autograd.graph.increment_version(logits)
         ctx.gradient, ctx.grad_scale = gradient, options["grad_scale"]
-        return found.for_autograd(ctx)
+        results.append(found)
+        return found.loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_loss, *_):
+    def backward(ctx, grad_loss):
         if ctx.gradient is None:
             raise RuntimeError(
                 "backward ran a second time through one grpo_loss, whose gradient was made once and handed over. "
@@ -90,30 +99,35 @@ class _SinglePass(torch.autograd.Function):
         rescale_kernel[(4 * single_pass.multiprocessors(gradient.device),)](
             gradient, grad_loss, ctx.grad_scale, *sizes, BLOCK=RESCALE_BLOCK, num_warps=8, **FUSED
         )
-        return gradient, None, None, None, None
+        return gradient, None, None, None, None, None
 
 
 class _TwoPasses(torch.autograd.Function):
     """A loss with a token kernel: the forward reads the logits, the backward reads them and writes the gradient."""
 
     @staticmethod
-    def forward(ctx, logits, targets, mask, policy_loss, vocabulary, inplace):
-        rows = rows_of(logits, targets, mask, vocabulary)
-        found, slope, bend = loss_and_slopes(policy_loss, rows.logprobs, rows.entropy)
-        ctx.save_for_backward(logits, targets, mask, *rows, slope, bend)
+    def forward(ctx, logits, policy_loss, vocabulary, inplace, results):
+        targets, mask = policy_loss.fields.targets.contiguous(), policy_loss.fields.mask.contiguous()
+        if vocabulary.ranks == 1 and policy_loss.is_by_token:
+            found, of_rows = loss_of_rows(logits, targets, policy_loss, vocabulary)
+        else:
+            rows = rows_of(logits, targets, mask, vocabulary)
+            found, *slopes = loss_and_slopes(policy_loss, rows.logprobs, rows.entropy)
+            of_rows = rows.peaks, rows.totals, rows.entropy, *slopes
+        ctx.save_for_backward(logits, targets, mask, *of_rows)
         ctx.vocabulary, ctx.inplace = vocabulary, inplace
-        return found.for_autograd(ctx)
+        results.append(found)
+        return found.loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_loss, *_):
-        logits, targets, mask, *rows, slope, bend = ctx.saved_tensors
+    def backward(ctx, grad_loss):
+        logits, targets, mask, *of_rows = ctx.saved_tensors
         gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
-        of_rows = RowStatistics(*rows), (slope, bend)
-        write_gradient(logits, gradient, targets, mask, *of_rows, ctx.vocabulary, grad_loss=grad_loss)
+        launch_gradient(logits, gradient, targets, mask, (*of_rows, grad_loss, None), ctx.vocabulary)
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)
-        return gradient, None, None, None, None, None
+        return gradient, None, None, None, None
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -67,14 +67,11 @@ def supports(logits: Tensor, vocabulary: Vocabulary) -> bool:
 
     float16 is left to the kernels whose gradient is made in the backward, where the loss scale is known.
     """
-    shape = Shape.of_row(vocabulary.valid, logits.element_size())
     aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0 and logits.shape[1] % 16 == 0
-    return (
-        logits.dtype in DTYPES
-        and aligned
-        and vocabulary.valid % 16 == 0
-        and shape.shared_bytes + _REDUCTION_BYTES <= _shared_memory(logits.device)
-    )
+    if not aligned or vocabulary.valid % 16 != 0 or logits.dtype not in DTYPES:
+        return False
+    shape = Shape.of_row(vocabulary.valid, logits.element_size())
+    return shape.shared_bytes + _REDUCTION_BYTES <= _shared_memory(logits.device)
 
 
 @lru_cache

@@ -1,10 +1,12 @@
 """The loss from log-probabilities and entropies in one launch; `PolicyLoss`, its specification, takes 30 to 100.
 
 That many small launches cost more host time than the device needs for a shard of logits. A loss that reads whole
-sequences takes another launch first, `segments`.
+sequences takes another launch first, `segments`. A loss by token over the vocabulary of one rank takes none after the
+launch that reads the logits.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,15 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
-from megatron_pg.kernels.triton.segments import (
-    ADVANTAGE,
-    DRIFT,
-    LOG_RATIO,
-    OWN,
-    WEIGHT,
-    SequencePointers,
-    sequence_fields,
-)
+from megatron_pg.kernels.triton.segments import ADVANTAGE, DRIFT, LOG_RATIO, OWN, WEIGHT, sequence_fields
 from megatron_pg.kernels.triton.terms import (
     FieldValues,
     KernelTerms,
@@ -30,6 +24,8 @@ from megatron_pg.kernels.triton.terms import (
     term_losses,
 )
 from megatron_pg.kernels.triton.tiles import FUSED
+from megatron_pg.kernels.triton.vocab_parallel import log2_scale, reading, row_statistics, store_row
+from megatron_pg.kernels.vocabulary import Vocabulary
 
 BLOCK = 256
 
@@ -41,11 +37,11 @@ class _PerToken(NamedTuple):
     policy: Tensor
     log_ratios: Tensor
     slope: Tensor  # derivatives by log π
-    bend: Tensor | None  # and by H
-    kl: Tensor | None
-    sequence_log_ratios: Tensor | None
-    sequence_advantages: Tensor | None
-    kept: Tensor | None
+    bend: Tensor | None = None  # and by H
+    kl: Tensor | None = None
+    sequence_log_ratios: Tensor | None = None
+    sequence_advantages: Tensor | None = None
+    kept: Tensor | None = None
 
 
 def surrogate_loss(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> PolicyGradientLoss:
@@ -79,7 +75,41 @@ def loss_and_slopes(
     policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor
 ) -> tuple[PolicyGradientLoss, Tensor, Tensor | None]:
     """The loss and its derivatives by log π and by H, [T] each; None: no term reads the entropy."""
-    found = _evaluate(policy_loss, logprobs, entropy)
+    terms, known, rows = policy_loss.terms, KernelTerms.of(policy_loss.terms), logprobs.shape[0]
+    sequences, count, of_sequences = None, 0, {"OPSM": False, "ONE_WEIGHT": False}
+    if terms.reads_sequences:
+        sequences, of_sequences = sequence_fields(policy_loss, logprobs)
+        count = sequences.sums.shape[-1]
+    out = torch.empty(len(known.results), rows, dtype=torch.float32, device=logprobs.device)
+    if rows:
+        read = logprobs, entropy, field_pointers(policy_loss), sequences
+        numbers = known.numbers, known.coefficients, known.slope_scale, terms.opsm_threshold or 0.0
+        options = known.constants | {"SEQUENCES": terms.reads_sequences} | of_sequences | FUSED
+        surrogate_kernel[(-(-rows // BLOCK),)](*read, out, rows, count, *numbers, **options, BLOCK=BLOCK)
+    return _found(policy_loss, known, logprobs, entropy, out.unbind())
+
+
+def loss_of_rows(
+    logits: Tensor, targets: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary
+) -> tuple[PolicyGradientLoss, tuple[Tensor | None, ...]]:
+    """A loss by token over the vocabulary of one rank, in one launch, and what `launch_gradient` needs of its rows."""
+    known, rows = KernelTerms.of(policy_loss.terms), logits.shape[0]
+    out = torch.empty(4 + len(known.results), rows, dtype=torch.float32, device=logits.device)
+    sizes = rows, vocabulary.valid, logits.stride(0), log2_scale(vocabulary)
+    numbers = known.numbers, known.coefficients, known.slope_scale
+    options = reading(logits, vocabulary) | known.constants
+    token_loss_kernel[(rows,)](logits, targets, field_pointers(policy_loss), out, *sizes, *numbers, **options)
+    logprobs, entropy, _, _, *values = out.unbind()
+    found, _, bend = _found(policy_loss, known, logprobs, entropy, values)
+    return found, (out, None, None, None, bend)
+
+
+def _found(
+    policy_loss: PolicyLoss, known: KernelTerms, logprobs: Tensor, entropy: Tensor, values: Sequence[Tensor]
+) -> tuple[PolicyGradientLoss, Tensor, Tensor | None]:
+    """The results of a kernel, by their names."""
+    named: list[Any] = [each if there else None for each, there in zip(values, known.results, strict=True)]
+    found = _PerToken(*named)
     terms = term_losses(policy_loss, found.kl, entropy)
     kept = None if found.kept is None else found.kept != 0
     of_sequences = found.sequence_log_ratios, found.sequence_advantages
@@ -87,27 +117,6 @@ def loss_and_slopes(
         found.losses.sum(), found.policy, logprobs, found.log_ratios, entropy, terms, kept, *of_sequences
     )
     return loss, found.slope, found.bend
-
-
-def _evaluate(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> _PerToken:
-    """The values of one launch, or two."""
-    terms, known, rows = policy_loss.terms, KernelTerms.of(policy_loss.terms), logprobs.shape[0]
-    mask, of_objective = policy_loss.fields.mask, terms.objective.reads_sequences
-    sequences, of_sequences = SequencePointers(mask, mask, mask), {"OPSM": False, "ONE_WEIGHT": False}
-    if terms.reads_sequences:
-        sequences, of_sequences = sequence_fields(policy_loss, logprobs)
-    is_found = [True, True, True, True, known.bonus is not None, known.kl is not None]
-    is_found += [of_objective, of_objective, terms.opsm_anchor is not None]
-    count = len(is_found) - is_found[::-1].index(True)  # up to the last one found: a view costs the host 1 µs
-    out = torch.empty(count, rows, dtype=torch.float32, device=logprobs.device)
-    if rows:
-        read = logprobs, entropy, field_pointers(policy_loss), sequences
-        numbers = known.numbers, known.coefficients, 1.0 / terms.grad_divisor, terms.opsm_threshold or 0.0
-        options = known.constants | {"SEQUENCES": terms.reads_sequences} | of_sequences | FUSED
-        launch = surrogate_kernel[(-(-rows // BLOCK),)]
-        launch(*read, out, rows, sequences.sums.shape[-1], *numbers, **options, BLOCK=BLOCK)
-    values = out.unbind()
-    return _PerToken._make(values[i] if found else None for i, found in enumerate(is_found))
 
 
 @triton.jit
@@ -198,12 +207,50 @@ def surrogate_kernel(
         )
     else:
         policy, slope = TOKEN_KERNEL(logprob, values.old_logprob, values.advantage, numbers)
+    of_token = (logprob, entropy, values, policy, slope)
+    _store_loss(results + row, rows, here, of_token, coefficients, slope_scale, KL, BONUS)
+
+
+@triton.jit
+def _store_loss(result, rows, here, of_token, coefficients, slope_scale, KL: tl.constexpr, BONUS: tl.constexpr):
+    """What `_PerToken` has of tokens without a sequence, each `rows` numbers after the previous one."""
+    logprob, entropy, values, policy, slope = of_token
     loss, slope, bend, kl = loss_terms(policy, slope, logprob, entropy, values, coefficients, KL, BONUS)
-    tl.store(results + row, loss, here)
-    tl.store(results + rows + row, policy, here)
-    tl.store(results + 2 * rows + row, logprob - values.old_logprob, here)
-    tl.store(results + 3 * rows + row, slope * slope_scale, here)
+    tl.store(result, loss, here)
+    tl.store(result + rows, policy, here)
+    tl.store(result + 2 * rows, logprob - values.old_logprob, here)
+    tl.store(result + 3 * rows, slope * slope_scale, here)
     if BONUS:
-        tl.store(results + 4 * rows + row, bend * slope_scale, here)
+        tl.store(result + 4 * rows, bend * slope_scale, here)
     if KL is not None:
-        tl.store(results + 5 * rows + row, kl, here)
+        tl.store(result + 5 * rows, kl, here)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def token_loss_kernel(
+    logits,
+    targets,
+    fields,
+    results,
+    rows,
+    valid,
+    stride,
+    c,
+    numbers,
+    coefficients,
+    slope_scale,
+    TOKEN_KERNEL: tl.constexpr,
+    KL: tl.constexpr,
+    BONUS: tl.constexpr,
+    WALK: tl.constexpr,
+):
+    """One row per program: the results of `store_row` [4, rows], then those of `surrogate_kernel`."""
+    row = tl.program_id(0).to(tl.int64)
+    live = tl.load(fields.mask + row) != 0
+    values = load_values(fields, row, live, KL, BONUS)
+    of_row = (logits, targets, row, live, valid, 0, stride, c)
+    m, s, t, target_logit, exists = row_statistics(*of_row, WALK)
+    logprob, entropy = store_row(results + row, rows, m, s, t, target_logit, c, exists, live, True)
+    policy, slope = TOKEN_KERNEL(logprob, values.old_logprob, values.advantage, numbers)
+    of_token = (logprob, entropy, values, policy, slope)
+    _store_loss(results + 4 * rows + row, rows, True, of_token, coefficients, slope_scale, KL, BONUS)

@@ -45,8 +45,8 @@ class TritonTeacherReader(TeacherReader):
         shares = torch.empty(len(z), 7, dtype=torch.float32, device=z.device)
         tensors = student, teacher, self._targets[chunk], shares
         sizes = vocabulary.valid, vocabulary.first, student.stride(0), teacher.stride(0), log2_scale(vocabulary)
-        options = {"FORM": self._form.name, "CAP": vocabulary.softcap}
-        statistics_kernel[(len(z),)](*tensors, *sizes, **READ.options(student), **options)
+        options = READ.options(student, vocabulary.softcap)
+        statistics_kernel[(len(z),)](*tensors, *sizes, **options, FORM=self._form.name)
         return shares
 
     @override
@@ -63,8 +63,8 @@ class TritonTeacherReader(TeacherReader):
     def _mixture_sums(self, student: Tensor, teacher: Tensor, rows: TeacherRowStatistics) -> Tensor:
         sums = torch.empty(len(student), 2, dtype=torch.float32, device=student.device)
         sizes = self._vocabulary.valid, student.stride(0), teacher.stride(0), log2_scale(self._vocabulary)
-        options, cap = MIX.options(student) | {"NUMBERS": self._form.shares}, self._vocabulary.softcap
-        mixture_kernel[(len(student),)](student, teacher, *_sums_of(rows), sums, *sizes, CAP=cap, **options)
+        options = MIX.options(student, self._vocabulary.softcap) | {"NUMBERS": self._form.shares}
+        mixture_kernel[(len(student),)](student, teacher, *_sums_of(rows), sums, *sizes, **options)
         return sums
 
     @override
@@ -75,9 +75,9 @@ class TritonTeacherReader(TeacherReader):
         by_outputs = [slope.contiguous() for slope in filled(slopes, rows)]
         sizes = student.shape[1], vocabulary.valid, vocabulary.first, vocabulary.size, blocks
         strides = student.stride(0), teacher.stride(0), out.stride(0)
-        options = WRITE.options(student) | {"FORM": self._form.name, "NUMBERS": self._form.shares}
-        launch, cap = gradient_kernel[(len(student) * blocks,)], vocabulary.softcap
-        launch(*tensors, *by_outputs, *sizes, *strides, log2_scale(vocabulary), CAP=cap, **options)
+        options = WRITE.options(student, vocabulary.softcap) | {"FORM": self._form.name, "NUMBERS": self._form.shares}
+        launch = gradient_kernel[(len(student) * blocks,)]
+        launch(*tensors, *by_outputs, *sizes, *strides, log2_scale(vocabulary), **options)
 
 
 def _sums_of(rows: TeacherRowStatistics) -> tuple[Tensor, ...]:
@@ -123,13 +123,15 @@ def add_pairs(m, s, t, n, w, x, students, teachers, c, FORM: tl.constexpr):
 
 
 @triton.jit
-def _pair_of_tiles(z_row, y_row, group, TILE: tl.constexpr, UNROLL: tl.constexpr, CAP: tl.constexpr):
+def _pair_of_tiles(z_row, y_row, group, WALK: tl.constexpr):
     """The group's tiles of both rows, float32; the teacher's come capped."""
+    TILE: tl.constexpr = WALK.threads * WALK.words
+    UNROLL: tl.constexpr = WALK.unroll
     of_student = ()
     of_teacher = ()
     for k in tl.static_range(UNROLL):
         at = (group * UNROLL + k) * TILE
-        of_student = of_student + (softcapped(tl.load(z_row + at).to(tl.float32), CAP),)
+        of_student = of_student + (softcapped(tl.load(z_row + at).to(tl.float32), WALK.kind.cap),)
         of_teacher = of_teacher + (tl.load(y_row + at).to(tl.float32),)
     return of_student, of_teacher
 
@@ -145,16 +147,14 @@ def statistics_kernel(
     student_stride,
     teacher_stride,
     c,
-    THREADS: tl.constexpr,
-    WORDS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    WALK: tl.constexpr,
     FORM: tl.constexpr,
-    CAP: tl.constexpr,
 ):
     """One row per program: shares[row] = m, s, t, the target's logit, 0 where another rank owns it, n, w, x."""
+    THREADS: tl.constexpr = WALK.threads
     row = tl.program_id(0).to(tl.int64)
-    TILE: tl.constexpr = THREADS * WORDS
-    offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    TILE: tl.constexpr = THREADS * WALK.words
+    offsets = tl.arange(0, THREADS)[:, None] * WALK.words + tl.arange(0, WALK.words)[None, :]
     m = tl.full((THREADS,), FLOOR, tl.float32)
     s = tl.zeros((THREADS,), tl.float32)
     t = tl.zeros((THREADS,), tl.float32)
@@ -164,16 +164,16 @@ def statistics_kernel(
     target = tl.load(targets + row) - first
     owned = (target >= 0) & (target < valid)
     target_logit = tl.load(students + row * student_stride + target, mask=owned, other=0.0).to(tl.float32)
-    target_logit = softcapped(target_logit, CAP)
+    target_logit = softcapped(target_logit, WALK.kind.cap)
     z_row = students + row * student_stride + offsets
     y_row = teachers + row * teacher_stride + offsets
-    full = valid // (TILE * UNROLL)
+    full = valid // (TILE * WALK.unroll)
     for group in range(full):
-        of_student, of_teacher = _pair_of_tiles(z_row, y_row, group, TILE, UNROLL, CAP)
+        of_student, of_teacher = _pair_of_tiles(z_row, y_row, group, WALK)
         m, s, t, n, w, x = add_pairs(m, s, t, n, w, x, of_student, of_teacher, c, FORM)
-    for start in range(full * (TILE * UNROLL), valid, TILE):
+    for start in range(full * (TILE * WALK.unroll), valid, TILE):
         here = offsets < valid - start
-        z = softcapped(tl.load(z_row + start, mask=here, other=float("-inf")).to(tl.float32), CAP)
+        z = softcapped(tl.load(z_row + start, mask=here, other=float("-inf")).to(tl.float32), WALK.kind.cap)
         y = tl.load(y_row + start, mask=here, other=float("-inf")).to(tl.float32)
         m, s, t, n, w, x = add_pairs(m, s, t, n, w, x, (z,), (y,), c, FORM)
     peak = tl.max(m, 0)
@@ -271,16 +271,14 @@ def mixture_kernel(
     student_stride,
     teacher_stride,
     c,
-    THREADS: tl.constexpr,
-    WORDS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    WALK: tl.constexpr,
     NUMBERS: tl.constexpr,
-    CAP: tl.constexpr,
 ):
     """One row per program: sums[row] = the jsd of this rank's columns, and Σ q f."""
+    THREADS: tl.constexpr = WALK.threads
     row = tl.program_id(0).to(tl.int64)
-    TILE: tl.constexpr = THREADS * WORDS
-    offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    TILE: tl.constexpr = THREADS * WALK.words
+    offsets = tl.arange(0, THREADS)[:, None] * WALK.words + tl.arange(0, WALK.words)[None, :]
     z_row = students + row * student_stride + offsets
     y_row = teachers + row * teacher_stride + offsets
     of_p = tl.zeros((THREADS,), tl.float32)
@@ -291,13 +289,13 @@ def mixture_kernel(
         tl.log2(tl.load(totals + row)),
         tl.log2(tl.load(teacher_totals + row)),
     )
-    full = valid // (TILE * UNROLL)
+    full = valid // (TILE * WALK.unroll)
     for group in range(full):
-        of_student, of_teacher = _pair_of_tiles(z_row, y_row, group, TILE, UNROLL, CAP)
+        of_student, of_teacher = _pair_of_tiles(z_row, y_row, group, WALK)
         of_p, of_q = add_mixtures(of_p, of_q, of_student, of_teacher, c, ends, NUMBERS)
-    for start in range(full * (TILE * UNROLL), valid, TILE):
+    for start in range(full * (TILE * WALK.unroll), valid, TILE):
         here = offsets < valid - start
-        z = softcapped(tl.load(z_row + start, mask=here, other=float("-inf")).to(tl.float32), CAP)
+        z = softcapped(tl.load(z_row + start, mask=here, other=float("-inf")).to(tl.float32), WALK.kind.cap)
         y = tl.load(y_row + start, mask=here, other=float("-inf")).to(tl.float32)
         of_p, of_q = add_mixtures(of_p, of_q, (z,), (y,), c, ends, NUMBERS)
     # tensors first: the interpreter of Triton 3.7 cannot multiply a product of constants with one
@@ -354,13 +352,14 @@ def _write_block(
     valid,
     columns,
     of_row,
-    UNROLL: tl.constexpr,
+    WALK: tl.constexpr,
     FORM: tl.constexpr,
     NUMBERS: tl.constexpr,
-    CAP: tl.constexpr,
 ):
     """Writes the gradient of a block's tiles, the first of which has the columns `column`."""
-    TILE: tl.constexpr = column.shape[0] * column.shape[1]
+    TILE: tl.constexpr = WALK.threads * WALK.words
+    UNROLL: tl.constexpr = WALK.unroll
+    CAP: tl.constexpr = WALK.kind.cap
     dtype: tl.constexpr = g_row.dtype.element_ty
     if inside:
         of_student = ()
@@ -406,21 +405,18 @@ def gradient_kernel(
     teacher_stride,
     gradient_stride,
     c,
-    THREADS: tl.constexpr,
-    WORDS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    WALK: tl.constexpr,
     FORM: tl.constexpr,
     NUMBERS: tl.constexpr,
-    CAP: tl.constexpr,
 ):
     """One block of one row: c ln2 (a (δ_j - q_j) - e q_j (log q_j + H) + g q_j (f_j - Σ q f)).
 
     a, e and g are the upstream gradients.
     """
-    TILE: tl.constexpr = THREADS * WORDS
+    TILE: tl.constexpr = WALK.threads * WALK.words
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    start = (tl.program_id(0) % blocks) * (TILE * UNROLL)
-    offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    start = (tl.program_id(0) % blocks) * (TILE * WALK.unroll)
+    offsets = tl.arange(0, WALK.threads)[:, None] * WALK.words + tl.arange(0, WALK.words)[None, :]
     target = tl.load(targets + row)
     total = tl.load(totals + row)
     teacher_total = tl.load(teacher_totals + row)
@@ -439,6 +435,6 @@ def gradient_kernel(
     y_row = teachers + row * teacher_stride + start + offsets
     g_row = gradients + row * gradient_stride + start + offsets
     column = offsets + start
-    inside = start + TILE * UNROLL <= valid  # then no mask, which no vector may share
+    inside = start + TILE * WALK.unroll <= valid  # then no mask, which no vector may share
     block = (column, inside, valid, columns, (target, c, ends, factors))
-    _write_block(z_row, y_row, g_row, *block, UNROLL, FORM, NUMBERS, CAP)
+    _write_block(z_row, y_row, g_row, *block, WALK, FORM, NUMBERS)

@@ -6,7 +6,8 @@ is zero, are not read.
 """
 
 import math
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,25 +36,40 @@ VECTOR_BYTES = 16  # of one load of one thread
 COMBINE_ROWS = 128
 
 
+class Steps(NamedTuple):
+    """How the threads of a program read a row: one constant of a kernel, because Triton binds each at every launch."""
+
+    threads: int
+    words: int  # numbers in a vector
+    unroll: int  # tiles in flight, a vector of each thread in each
+    shifted: bool  # see `_is_shifted`
+    kind: Kind
+
+
 class Walk(NamedTuple):
     """How a program reads a row: enough loads in flight to cover the memory's latency, few enough to fit at its end."""
 
     warps: int
-    unroll: int  # tiles in flight, a vector of each thread in each
+    unroll: int
 
     @property
     def threads(self) -> int:
         """Of a program."""
         return 32 * self.warps
 
-    def options(self, logits: Tensor) -> dict[str, int]:
+    def options(self, logits: Tensor, cap: float | None, *, shifted: bool = False) -> dict[str, Any]:
         """How a kernel that walks over these logits is launched."""
-        constants = {"THREADS": self.threads, "WORDS": words_of(logits), "UNROLL": self.unroll}
-        return {**constants, "num_warps": self.warps, **FUSED}
+        steps = _steps(self.threads, words_of(logits), self.unroll, shifted, cap)
+        return {"WALK": steps, "num_warps": self.warps, **FUSED}
 
     def blocks(self, logits: Tensor, columns: int) -> int:
         """Programs per row of `columns`: each takes the tiles that are in flight at once."""
         return -(-columns // (self.threads * self.unroll * words_of(logits)))
+
+
+@lru_cache
+def _steps(threads: int, words: int, unroll: int, shifted: bool, cap: float | None) -> Steps:
+    return Steps(threads, words, unroll, shifted, Kind(cap=cap))
 
 
 def words_of(logits: Tensor) -> int:
@@ -140,10 +156,14 @@ def statistics(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabu
 def _read(
     logits: Tensor, targets: Tensor, mask: Tensor, results: Tensor, vocabulary: Vocabulary, *, whole: bool
 ) -> None:
-    rows, kind = logits.shape[0], Kind(cap=vocabulary.softcap)
+    rows = logits.shape[0]
     sizes = rows, vocabulary.valid, vocabulary.first, logits.stride(0), log2_scale(vocabulary)
-    options = READ.options(logits) | {"SHIFTED": _is_shifted(logits), "WHOLE": whole, "KIND": kind}
-    statistics_kernel[(rows,)](logits, targets, mask, results, *sizes, **options)
+    statistics_kernel[(rows,)](logits, targets, mask, results, *sizes, **reading(logits, vocabulary), WHOLE=whole)
+
+
+def reading(logits: Tensor, vocabulary: Vocabulary) -> dict[str, Any]:
+    """What a kernel is compiled for that reads a row per program."""
+    return READ.options(logits, vocabulary.softcap, shifted=_is_shifted(logits))
 
 
 def combine(shares: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> RowStatistics:
@@ -164,17 +184,15 @@ def write_gradient(
     rows: RowStatistics,
     slopes: tuple[Tensor, Tensor | None],
     vocabulary: Vocabulary,
-    grad_loss: Tensor | None = None,
 ) -> None:
     """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits.
 
-    `slopes`: [T] each, by log-probability and by entropy; None: no loss reads the entropy. `grad_loss`: [] their
-    factor; None: 1.
+    `slopes`: [T] each, by log-probability and by entropy; None: no loss reads the entropy.
     """
     by_logprob, by_entropy = slopes
     by_entropy = None if by_entropy is None else by_entropy.contiguous()
-    of_rows = rows.totals, rows.entropy, by_logprob.contiguous(), by_entropy, grad_loss, None
-    launch_gradient(logits, gradient, targets, mask, rows.peaks, of_rows, vocabulary)
+    of_rows = rows.peaks, rows.totals, rows.entropy, by_logprob.contiguous(), by_entropy, None, None
+    launch_gradient(logits, gradient, targets, mask, of_rows, vocabulary)
 
 
 def launch_gradient(
@@ -182,39 +200,39 @@ def launch_gradient(
     gradient: Tensor,
     targets: Tensor,
     mask: Tensor,
-    peaks: Tensor,
     of_rows: tuple[Tensor | None, ...],
     vocabulary: Vocabulary,
 ) -> None:
-    """Launches `gradient_kernel`; `of_rows`: its arguments from `totals` to `factors`."""
+    """Launches `gradient_kernel`; `of_rows`: its arguments from `peaks` to `factors`."""
     shifted = _is_shifted(logits, gradient)
-    lead = words_of(logits) - 1 if shifted else 0  # before a row, at most
     rows, columns = logits.shape
-    blocks = WRITE.blocks(logits, lead + columns)
+    blocks = WRITE.blocks(logits, columns + (words_of(logits) - 1 if shifted else 0))  # words before a row, at most
     sizes = rows, columns, vocabulary.valid, vocabulary.first, vocabulary.size, blocks
     scalars = *sizes, logits.stride(0), gradient.stride(0), log2_scale(vocabulary)
-    options = WRITE.options(logits) | {"SHIFTED": shifted, "KIND": Kind(cap=vocabulary.softcap)}
-    gradient_kernel[(rows * blocks,)](logits, gradient, targets, mask, peaks, *of_rows, *scalars, **options)
+    options = WRITE.options(logits, vocabulary.softcap, shifted=shifted)
+    gradient_kernel[(rows * blocks,)](logits, gradient, targets, mask, *of_rows, *scalars, **options)
 
 
 @triton.jit
-def _row_start(row, stride, WORDS: tl.constexpr, SHIFTED: tl.constexpr):
-    """Where reading starts, a multiple of a vector if `SHIFTED`, and the words from there to the row."""
+def _row_start(row, stride, WALK: tl.constexpr):
+    """Where reading starts, a multiple of a vector if `shifted`, and the words from there to the row."""
     start = row * stride
     lead = 0
-    if SHIFTED:
-        lead = (start % WORDS).to(tl.int32)
-        start = start // WORDS * WORDS
+    if WALK.shifted:
+        lead = (start % WALK.words).to(tl.int32)
+        start = start // WALK.words * WALK.words
     return start, lead
 
 
 @triton.jit
-def _read_row(m, s, t, z_row, offsets, lead, valid, c, UNROLL: tl.constexpr, SHIFTED: tl.constexpr, KIND: tl.constexpr):
+def _read_row(m, s, t, z_row, offsets, lead, valid, c, WALK: tl.constexpr):
     """Adds the valid columns of a row to each thread's statistics; the row begins `lead` words after `z_row`."""
-    TILE: tl.constexpr = offsets.shape[0] * offsets.shape[1]
+    TILE: tl.constexpr = WALK.threads * WALK.words
+    UNROLL: tl.constexpr = WALK.unroll
+    KIND: tl.constexpr = WALK.kind
     end = valid + lead
     begin = 0
-    if SHIFTED:
+    if WALK.shifted:
         tile = tl.load(z_row, mask=(offsets >= lead) & (offsets < end), other=minus_infinity(KIND))
         m, s, t = accumulate(m, s, t, (tile,), c, KIND, True)
         begin = TILE
@@ -237,48 +255,42 @@ def _read_row(m, s, t, z_row, offsets, lead, valid, c, UNROLL: tl.constexpr, SHI
     return m, s, t
 
 
-@triton.jit(do_not_specialize=["rows"])
-def statistics_kernel(
-    logits,
-    targets,
-    mask,
-    results,
-    rows,
-    valid,
-    first,
-    stride,
-    c,
-    THREADS: tl.constexpr,
-    WORDS: tl.constexpr,
-    UNROLL: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    """One row per program: its statistics, or with `WHOLE` the results of `_store_row`; `first` is then 0.
-
-    Statistics are results[row] = m, s, t and the target's logit, 0 where another rank owns the target.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+@triton.jit
+def row_statistics(logits, targets, row, live, valid, first, stride, c, WALK: tl.constexpr):
+    """m, s, t of a row, those of no column if it is not live; the target's logit, and whether it is a column here."""
+    THREADS: tl.constexpr = WALK.threads
+    offsets = tl.arange(0, THREADS)[:, None] * WALK.words + tl.arange(0, WALK.words)[None, :]
     m = tl.full((THREADS,), FLOOR, tl.float32)
     s = tl.zeros((THREADS,), tl.float32)
     t = tl.zeros((THREADS,), tl.float32)
     target_logit = 0.0
     owned = False
-    live = tl.load(mask + row) != 0
     if live:
         target = tl.load(targets + row) - first
         owned = (target >= 0) & (target < valid)
         target_logit = tl.load(logits + row * stride + target, mask=owned, other=0.0).to(tl.float32)
-        target_logit = softcapped(target_logit, KIND.cap)
-        origin, lead = _row_start(row, stride, WORDS, SHIFTED)
+        target_logit = softcapped(target_logit, WALK.kind.cap)
+        origin, lead = _row_start(row, stride, WALK)
         z_row = logits + origin + offsets
-        m, s, t = _read_row(m, s, t, z_row, offsets, lead, valid, c, UNROLL, SHIFTED, KIND)
+        m, s, t = _read_row(m, s, t, z_row, offsets, lead, valid, c, WALK)
     peak, total, shifted = tl.reduce((m, s, t), 0, merge)
-    total = tl.where(live, total, 1.0)
+    return peak, tl.where(live, total, 1.0), shifted, target_logit, owned
+
+
+@triton.jit(do_not_specialize=["rows"])
+def statistics_kernel(
+    logits, targets, mask, results, rows, valid, first, stride, c, WALK: tl.constexpr, WHOLE: tl.constexpr
+):
+    """One row per program: its statistics, or with `WHOLE` the results of `store_row`; `first` is then 0.
+
+    Statistics are results[row] = m, s, t and the target's logit, 0 where another rank owns the target.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    live = tl.load(mask + row) != 0
+    of_row = (logits, targets, row, live, valid, first, stride, c)
+    peak, total, shifted, target_logit, owned = row_statistics(*of_row, WALK)
     if WHOLE:
-        _store_row(results + row, rows, peak, total, shifted, target_logit, c, owned, live, True)
+        store_row(results + row, rows, peak, total, shifted, target_logit, c, owned, live, True)
     else:
         tl.store(results + row * 4, peak)
         tl.store(results + row * 4 + 1, total)
@@ -287,14 +299,16 @@ def statistics_kernel(
 
 
 @triton.jit
-def _store_row(result, rows, m, s, t, target_logit, c, exists, trained, here):
-    """Log-probability, entropy, m and s of rows, each `rows` numbers after the previous one."""
+def store_row(result, rows, m, s, t, target_logit, c, exists, trained, here):
+    """Stores log-probability, entropy, m and s of rows, each `rows` numbers after the previous one; the first two."""
     logprob, entropy = logprob_and_entropy(m, s, t, target_logit, c)
-    logprob = tl.where(exists, logprob, float("nan"))
-    tl.store(result, tl.where(trained, logprob, 0.0), here)
-    tl.store(result + rows, tl.where(trained, entropy, 0.0), here)
+    logprob = tl.where(trained, tl.where(exists, logprob, float("nan")), 0.0)
+    entropy = tl.where(trained, entropy, 0.0)
+    tl.store(result, logprob, here)
+    tl.store(result + rows, entropy, here)
     tl.store(result + 2 * rows, m, here)
     tl.store(result + 3 * rows, s, here)
+    return logprob, entropy
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -315,7 +329,7 @@ def combine_kernel(shares, targets, mask, results, ranks, rows, vocab_size, c, B
     target = tl.load(targets + row, here, 0)
     exists = (target >= 0) & (target < vocab_size)
     trained = tl.load(mask + row, here, 0) != 0
-    _store_row(results + row, rows, m, s, t, target_logit, c, exists, trained, here)
+    store_row(results + row, rows, m, s, t, target_logit, c, exists, trained, here)
 
 
 @triton.jit
@@ -363,23 +377,13 @@ def _slopes(row, target, c, totals, vocab_size, by_logprobs, by_entropies, grad_
 
 @triton.jit
 def _write_block(
-    z_row,
-    g_row,
-    column,
-    target,
-    c,
-    of_row,
-    inside,
-    valid,
-    columns,
-    UNROLL: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    BENDS: tl.constexpr,
-    KIND: tl.constexpr,
+    z_row, g_row, column, target, c, of_row, inside, valid, columns, WALK: tl.constexpr, BENDS: tl.constexpr
 ):
     """Writes the gradient of a block's tiles, the first of which has the columns `column`."""
-    TOGETHER: tl.constexpr = 1 if SHIFTED else UNROLL  # where loads are scalar, more would take the registers
-    TILE: tl.constexpr = column.shape[0] * column.shape[1]
+    UNROLL: tl.constexpr = WALK.unroll
+    TOGETHER: tl.constexpr = 1 if WALK.shifted else UNROLL  # where loads are scalar, more would take the registers
+    TILE: tl.constexpr = WALK.threads * WALK.words
+    KIND: tl.constexpr = WALK.kind
     dtype: tl.constexpr = g_row.dtype.element_ty
     if inside:
         tiles = ()
@@ -436,34 +440,36 @@ def gradient_kernel(
     logits_stride,
     gradients_stride,
     c,
-    THREADS: tl.constexpr,
-    WORDS: tl.constexpr,
-    UNROLL: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    KIND: tl.constexpr,
+    WALK: tl.constexpr,
 ):
     """One block of one row: 2^x (constant + bend x) with x = z c - peak, and a more at the target; z are capped.
 
-    Constant, bend and a are factors [rows, 3]; without them they are those of `_slopes` and `row_factors`.
+    Constant, bend and a are factors [rows, 3]; without them they are those of `_slopes` and `row_factors`. Without
+    `totals`, too, `peaks` are the results of `token_loss_kernel`, one pointer that the host binds instead of four.
     The last row comes first: `statistics_kernel` read it last, so it may still be in the L2 cache.
     """
-    TILE: tl.constexpr = THREADS * WORDS
+    BLOCK: tl.constexpr = WALK.threads * WALK.words * WALK.unroll
     BENDS: tl.constexpr = factors is not None or by_entropies is not None
     row = (rows - 1 - tl.program_id(0) // blocks).to(tl.int64)
-    start = (tl.program_id(0) % blocks) * (TILE * UNROLL)
-    offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    start = (tl.program_id(0) % blocks) * BLOCK
+    offsets = tl.arange(0, WALK.threads)[:, None] * WALK.words + tl.arange(0, WALK.words)[None, :]
     target = tl.load(targets + row)
     is_read = tl.load(mask + row) != 0
+    if factors is None and totals is None:
+        entropies = peaks + rows
+        totals = peaks + 3 * rows
+        by_logprobs = peaks + 7 * rows
+        peaks += 2 * rows
     if factors is None:
         a, e, total = _slopes(row, target, c, totals, vocab_size, by_logprobs, by_entropies, grad_loss)
         is_read = is_read & ((a != 0) | (e != 0))
     target -= first
-    z_start, lead = _row_start(row, logits_stride, WORDS, SHIFTED)
-    g_start, _ = _row_start(row, gradients_stride, WORDS, SHIFTED)
+    z_start, lead = _row_start(row, logits_stride, WALK)
+    g_start, _ = _row_start(row, gradients_stride, WALK)
     z_row = logits + z_start + start + offsets
     g_row = gradients + g_start + start + offsets
     column = offsets + (start - lead)  # of the first tile
-    inside = (start >= lead) & (start + TILE * UNROLL <= lead + valid)  # then no mask, which no vector may share
+    inside = (start >= lead) & (start + BLOCK <= lead + valid)  # then no mask, which no vector may share
     if is_read:
         if factors is None:
             constant, bend = row_factors(a, e, tl.load(entropies + row), total)
@@ -471,6 +477,6 @@ def gradient_kernel(
             constant, bend = tl.load(factors + row * 3), tl.load(factors + row * 3 + 1)
             a = tl.load(factors + row * 3 + 2)
         of_row = (column, target, c, (tl.load(peaks + row), constant, bend, a))
-        _write_block(z_row, g_row, *of_row, inside, valid, columns, UNROLL, SHIFTED, BENDS, KIND)
+        _write_block(z_row, g_row, *of_row, inside, valid, columns, WALK, BENDS)
     else:
-        _write_zeros(g_row, column, inside, columns, UNROLL)
+        _write_zeros(g_row, column, inside, columns, WALK.unroll)

@@ -48,13 +48,16 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> Launches:
 def _compute(k: SimpleNamespace) -> None:
     """What `single_pass.single_pass_kernel` does to `results` and `gradients`, of what it would read."""
     mask = k.fields.mask
-    assert all(values.shape == (k.rows,) and values.is_contiguous() for values in (k.targets, *k.fields))
+    read = [values for values in (k.targets, *k.fields) if values is not None]
+    assert all(values.shape == (k.rows,) and values.is_contiguous() for values in read)
     assert (k.targets.dtype, mask.dtype, k.results.dtype) == (torch.int64, torch.bool, torch.float32)
     assert (k.results.shape, k.zero) == ((5 + (k.KL is not None), k.rows), 0)
     assert (k.logits_stride, k.gradients_stride) == (k.logits.stride(0), k.gradients.stride(0))
     assert k.ENTROPY or not k.BONUS
     targets = k.targets[mask]
-    old, advantages, weights, _, other, kl_weights, bonus_weights = (values[mask].float() for values in k.fields)
+    old, advantages, weights, _, other, kl_weights, bonus_weights = (
+        None if values is None else values[mask].float() for values in k.fields
+    )
     kl_coef, entropy_coef = k.coefficients
     assert k.KIND.is_pair == (k.logits.dtype == torch.bfloat16)
     x = k.logits[mask, : k.columns].float()

@@ -139,9 +139,9 @@ def test_one_launch_is_the_policy_loss_and_its_gradient(name, full, evidence, mo
 
 
 @pytest.mark.usefixtures("on_the_device")
-@pytest.mark.parametrize("name", ["gspo", "gmpo"])
-def test_what_is_launched_with_a_sequence_objective(name, monkeypatch):
-    """Six with the 1 that the backward begins with, where torch would make a hundred."""
+@pytest.mark.parametrize("name", ["gspo", "gmpo", "grpo"])
+def test_what_is_launched(name, monkeypatch):
+    """Six of a sequence objective and four of tokens, with the 1 that the backward begins with; of torch a hundred."""
     slots = torch.tensor([0, 0, 1, 1])
     lengths, counts = torch.tensor([2, 2, 0]), torch.tensor([2.0, 2.0], dtype=torch.float64)
     sequences = Sequences(slots=slots, order=torch.arange(4), lengths=lengths, counts=counts)
@@ -154,8 +154,8 @@ def test_what_is_launched_with_a_sequence_objective(name, monkeypatch):
         loss = PolicyLoss(LossTerms(objective=build(name)), fields)
         out = policy_gradient_loss(leaf.view_as(leaf), loss, Vocabulary.of(33), entropy=True)
         torch.autograd.grad(out.loss, leaf)
-    kernels = dict.fromkeys(("statistics_kernel", "segment_kernel", "surrogate_kernel", "gradient_kernel"), 1)
-    assert found == kernels | dict.fromkeys(("sum", "ones_like"), 1)
+    kernels = ("token_loss_kernel",) if name == "grpo" else ("statistics_kernel", "segment_kernel", "surrogate_kernel")
+    assert found == dict.fromkeys((*kernels, "gradient_kernel", "sum", "ones_like"), 1)
 
 
 @pytest.mark.parametrize("bonus", [0.0, 0.2])
