@@ -48,9 +48,9 @@ class ScaledExpGradients(HeadGradients):
             torch.distributed.all_reduce(target_logits, group=self._vocabulary.tp_group)
         size, columns = min(products.block_rows(self._weight, products.ROWS), len(targets)), len(self._weight)
         stride = -(-columns // 8) * 8  # whole 16 bytes for bfloat16, as the copies of a tile need
-        buffer = self._hidden.new_empty(size, stride)[:, :columns]
+        buffer, v = self._hidden.new_empty(size, stride)[:, :columns], torch.empty_like(target_logits)
         for block in products.slices(len(targets), size):
-            states, v = self._hidden.index_select(0, self._rows[block]), torch.empty_like(target_logits[block])
+            states = self._hidden.index_select(0, self._rows[block])
             whole = Part(states, buffer[: len(states)], targets[block], target_logits[block])
             for rows, shares in self._shares(whole):
                 chosen = policy_loss.at(slice(block.start + rows.start, block.start + rows.stop))
@@ -59,9 +59,11 @@ class ScaledExpGradients(HeadGradients):
                 loss, slopes = loss_and_slopes(chosen, (logprobs, logprobs), self._vocabulary, self._impl)
                 by_logprob = cast(Tensor, slopes[0]) * grad_scale
                 output = ScaledExpOutput(loss.loss, loss.logprobs, loss.log_ratios)
-                self._steps.weigh(whole.at(rows), sums, by_logprob, v[rows], output)
+                self._steps.weigh(whole.at(rows), sums, by_logprob, v[block][rows], output)
                 yield replace(loss, entropy=None)
-            self._multiply(whole.scaled, states, v, self._rows[block])
+            self._multiply(whole.scaled, states, v[block], self._rows[block])
+        if self._of_weight is not None:
+            self._steps.add_rounding(self._hidden, self._rows, targets, v, target_logits, self._of_weight.total)
 
     def _shares(self, whole: Part) -> Iterator[tuple[slice, Tensor]]:
         """Every rank's S [tp, c] of each part of a block, exchanged during the product of the next part."""

@@ -90,7 +90,7 @@ class ScaledExp:
         return sums, logprobs_of(sums)
 
     def weigh(self, rows: Part, sums: Tensor, slopes: Tensor, v: Tensor, output: ScaledExpOutput) -> None:
-        """Fills `v` [c], writes E dz/dx at the targets and v ∘ x over the states x.
+        """Fills `v` [c], writes E dz/dx at the targets, also over s_y, and v ∘ x over the states x.
 
         If a row's loss depends on a log-probability that S does not determine, v and the row's output become NaN. A
         slope of 0 shows independence only for a ratio below 1: the true ratio may be below a ratio above 1.
@@ -106,7 +106,23 @@ class ScaledExp:
         at = local[:, None]
         of_targets = -sums if self._cap is None else sums * ((target_logits / self._cap) ** 2 - 1)
         scaled.scatter_(1, at, torch.where(owned[:, None], of_targets[:, None].to(scaled.dtype), scaled.gather(1, at)))
+        target_logits.copy_(of_targets)
         states.copy_(v[:, None] * states)
+
+    def add_rounding(
+        self, hidden: Tensor, rows: Tensor, targets: Tensor, v: Tensor, of_targets: Tensor, total: Tensor
+    ) -> None:
+        """Adds to the weight gradient `total` [V / tp, H] what two roundings took from it at the targets.
+
+        `of_targets` [n] are the E dz/dx that `weigh` left. A target holds half or more of its row's gradient, so what
+        remains of the error is at most that of a gradient rounded once.
+        """
+        local, owned = self._vocabulary.owned(targets)
+        for part in products.slices(len(rows), products.ROWS):
+            x, e = hidden.index_select(0, rows[part]), of_targets[part, None]
+            rounded = e.to(x.dtype) * (v[part, None] * x).to(x.dtype).to(v.dtype)
+            lost = torch.where(owned[part, None], v[part, None] * e * x - rounded, 0)
+            total.index_put_((local[part],), lost.to(total.dtype), accumulate=True)
 
     def scatter(self, product: Tensor, v: Tensor, rows: Tensor, of_hidden: Tensor) -> None:
         """Writes v ∘ product [c, H] into the `rows` [c] of the hidden states' gradient, rounded once."""

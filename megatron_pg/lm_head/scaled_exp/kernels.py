@@ -20,6 +20,7 @@ from megatron_pg.lm_head.scaled_exp.head import HEADROOM, LIMIT, Part, ScaledExp
 _HEADROOM, _LIMIT, _MOST = tl.constexpr(HEADROOM), tl.constexpr(LIMIT), tl.constexpr(2.0**LIMIT)
 ROWS = 128  # of a program that reads one number of each
 WIDTH = 1024  # of a row that one program reads at a time
+RUN = 16, 256  # rows of a target, and columns of them, that one program reads at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +98,23 @@ class TritonScaledExp(ScaledExp):
         states, scaled, targets, target_logits = rows
         where = self._vocabulary.valid, self._vocabulary.first
         scalars = scaled.stride(0), states.shape[1], 1.0 / self._vocabulary.temperature
-        of_cap = None if self._cap is None else target_logits
-        weigh_kernel[(len(states),)](
-            states, scaled, targets, of_cap, sums, slopes, v, *output, *where, *scalars, self._cap, BLOCK=WIDTH, **FUSED
-        )
+        tensors = states, scaled, targets, target_logits, sums, slopes, v, *output
+        weigh_kernel[(len(states),)](*tensors, *where, *scalars, self._cap, BLOCK=WIDTH, **FUSED)
 
     def scatter(self, product: Tensor, v: Tensor, rows: Tensor, of_hidden: Tensor) -> None:
         """By a kernel, a program per row."""
         scatter_kernel[(len(product),)](product, v, rows, of_hidden, product.shape[1], BLOCK=WIDTH, **FUSED)
+
+    def add_rounding(
+        self, hidden: Tensor, rows: Tensor, targets: Tensor, v: Tensor, of_targets: Tensor, total: Tensor
+    ) -> None:
+        """By a kernel that adds up the rows of one target, because atomic sums would depend on their order."""
+        ordered, order = torch.sort(targets, stable=True)
+        ends = torch.searchsorted(ordered, ordered, right=True)
+        tensors = hidden, rows, ordered, order, ends, v, of_targets, total
+        sizes = self._vocabulary.valid, self._vocabulary.first, hidden.shape[1], total.stride(0)
+        grid = len(rows), triton.cdiv(hidden.shape[1], RUN[1])
+        rounding_kernel[grid](*tensors, *sizes, ROWS=RUN[0], BLOCK=RUN[1], **FUSED)
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -238,7 +248,10 @@ def weigh_kernel(
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row per program: v, E at the target, and v x over x; NaN if the loss depends on what S does not tell."""
+    """One row per program: v, E at the target, and v x over x; NaN if the loss depends on what S does not tell.
+
+    E at the target is also written unrounded, over the target's logit.
+    """
     row = tl.program_id(0).to(tl.int64)
     total, slope = tl.load(sums + row), tl.load(slopes + row)
     factor = -slope / (total + 2.0**-60) * inverse_temperature
@@ -253,6 +266,7 @@ def weigh_kernel(
     of_target = -total
     if CAP is not None:
         of_target = through_cap(of_target, tl.load(target_logits + row), CAP)
+    tl.store(target_logits + row, of_target)
     tl.store(scaled + row * scaled_stride + local, of_target.to(scaled.dtype.element_ty), owned)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -269,3 +283,41 @@ def scatter_kernel(products, v, rows, of_hidden, width, BLOCK: tl.constexpr):
         column = start + tl.arange(0, BLOCK)
         value = tl.load(products + at * width + column, column < width, 0.0) * factor
         tl.store(of_hidden + row * width + column, value.to(of_hidden.dtype.element_ty), column < width)
+
+
+@triton.jit(do_not_specialize=["first"])
+def rounding_kernel(
+    hidden,
+    rows,
+    ordered,
+    order,
+    ends,
+    v,
+    of_targets,
+    total,
+    valid,
+    first,
+    width,
+    stride,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One target and some columns per program: the sum of v E x, less what it was in rounded factors, into `total`."""
+    at = tl.program_id(0)
+    target, end = tl.load(ordered + at), tl.load(ends + at)
+    is_first = (at == 0) | (tl.load(ordered + at - 1, at > 0, 0) != target)
+    local = target - first
+    if is_first & (local >= 0) & (local < valid):
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        lost = tl.zeros((1, BLOCK), tl.float32)
+        dtype: tl.constexpr = hidden.dtype.element_ty
+        for start in range(0, end - at, ROWS):
+            place = at + start + tl.arange(0, ROWS)[:, None]
+            token = tl.load(order + place, place < end, 0)
+            factor, e = tl.load(v + token, place < end, 0.0), tl.load(of_targets + token, place < end, 0.0)
+            states = hidden + tl.load(rows + token, place < end, 0) * width
+            x = tl.load(states + column, (place < end) & (column < width), 0.0).to(tl.float32)
+            rounded = e.to(dtype).to(tl.float32) * (factor * x).to(dtype).to(tl.float32)
+            lost += tl.sum(factor * e * x - rounded, 0, keep_dims=True)
+        known = tl.load(total + local * stride + column, column < width, 0.0)
+        tl.store(total + local * stride + column, (known + lost).to(total.dtype.element_ty), column < width)
