@@ -1,4 +1,4 @@
-"""The fastest heads and cross-entropies of Liger and QuACK beside ours, interleaved in one process, for Hopper.
+"""The fastest heads and cross-entropies of Liger and QuACK for Hopper, and ours, interleaved in one process.
 
     pip install liger-kernel quack-kernels "nvidia-cutlass-dsl[cu13]"
     python benchmarks/rivals.py                        # heads at four widths, then cross-entropies from logits

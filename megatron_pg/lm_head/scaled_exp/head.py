@@ -6,7 +6,9 @@ below float32:
 
     s_j = z_j log2(e) / tau,   E_j = 2^(s_j - s_y - 60) for j != y,   S = sum_{j != y} E_j
     log π(y) = -log(1 + 2^60 S),   p_j = E_j / (S + 2^-60)
-    E_y := -S,   v = -slope / (tau (S + 2^-60)),   dX = v ∘ (E W),   dW = E^T (v ∘ x)
+    E_y := -S,   v = -slope / (tau (S + 2^-60)),   dX = v ∘ (E W),   dW = E^T (v ∘ x) + r
+
+Both factors of dW are rounded. r adds what that took at the targets: v E_y x less the product of its rounded factors.
 
 Here slope is the derivative of the loss by log π(y). With a softcap z is the capped logit, and after S was summed each
 E_j is multiplied by dz_j/dx_j = 1 - (z_j / c)². With 60 both ends are far away: E keeps columns of 2^-66 of the

@@ -236,7 +236,7 @@ def test_launches_and_collectives_of_a_micro_batch(ranks, monkeypatch):
     assert error(torch.cat([each[2] for each in found]), wanted[2]) <= 1e-5
 
 
-@pytest.mark.proof("LM head, scaled_exp: the weight gradient is as accurate as in forward, at flat and peaked softmaxes")
+@pytest.mark.proof("LM head, scaled_exp: weight gradient as accurate as in forward, flat and peaked softmaxes")
 @pytest.mark.parametrize("spread", [1.0, 3.0, 6.0, 12.0])
 def test_the_rounding_is_what_the_pages_say(spread, evidence):
     """Of bfloat16: gradients at most as inaccurate as by mode "forward", log-probabilities not rounded at all."""
