@@ -51,7 +51,7 @@ class Chunks:
         buffers = min(vocabulary.ranks, 2)
         self.rows = products.chunk_rows(weight, 2 * buffers if is_taught else buffers)
         size = min(self.rows, self._count), len(weight)
-        self.buffers = [hidden.new_empty(size, dtype=logits_dtype(hidden)) for _ in range(buffers)]
+        self.buffers = [products.aligned(hidden, *size, logits_dtype(hidden)) for _ in range(buffers)]
 
     def slices(self) -> Iterator[slice]:
         """The chunks of the wanted rows."""

@@ -27,6 +27,11 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+def aligned(like: Tensor, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+    """[rows, columns] on the device of `like`; every row starts at a multiple of 16 bytes, as fast products need it."""
+    return like.new_empty(rows, -(-columns // 8) * 8, dtype=dtype)[:, :columns]
+
+
 def product_into(left: Tensor, right: Tensor, out: Tensor) -> None:
     """out = left @ right, summed in float32 and rounded once, to the dtype of `out`."""
     if not left.is_cuda:

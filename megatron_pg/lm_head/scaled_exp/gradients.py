@@ -46,9 +46,8 @@ class ScaledExpGradients(HeadGradients):
         target_logits = self._steps.target_logits(self._hidden, self._rows, targets)
         if self._vocabulary.ranks > 1:
             torch.distributed.all_reduce(target_logits, group=self._vocabulary.tp_group)
-        size, columns = min(products.block_rows(self._weight, products.ROWS), len(targets)), len(self._weight)
-        stride = -(-columns // 8) * 8  # whole 16 bytes for bfloat16, as the copies of a tile need
-        buffer, v = self._hidden.new_empty(size, stride)[:, :columns], torch.empty_like(target_logits)
+        size = min(products.block_rows(self._weight, products.ROWS), len(targets))
+        buffer, v = products.aligned(self._hidden, size, len(self._weight)), torch.empty_like(target_logits)
         for block in products.slices(len(targets), size):
             states = self._hidden.index_select(0, self._rows[block])
             whole = Part(states, buffer[: len(states)], targets[block], target_logits[block])
