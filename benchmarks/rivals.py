@@ -1,12 +1,12 @@
 """The fastest heads and cross-entropies of Liger and QuACK for Hopper, and ours, interleaved in one process.
 
     pip install liger-kernel quack-kernels "nvidia-cutlass-dsl[cu13]"
-    python benchmarks/rivals.py                        # heads at four widths, then cross-entropies from logits
-    python benchmarks/rivals.py --widths               # the cross-entropies alone
+    python benchmarks/rivals.py                              # heads at four widths, then cross-entropies from logits
+    python benchmarks/rivals.py --parts heads --widths 4096  # one of them
 
 Theirs are cross-entropies without a policy loss, which needs the same products. Forward and backward are timed: heads
 relative to their three bare bfloat16 products, losses from logits relative to one copy of the logits. Errors are those
-of both gradients against float64, of 512 tokens and 8,448 columns; ours are errors of the policy loss.
+of the mean cross-entropy and of the weight gradient, against our head with the backward `split`.
 """
 
 import argparse
@@ -14,11 +14,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from grpo_kernel import copy_ms, fields_of, median_ms
 from grpo_kernel import ours as loss_from_logits
-from lm_head import GIB, Problem, bare, gradient_errors, medians_ms, ours, peak_bytes
+from lm_head import GIB, Problem, bare, medians_ms, ours, peak_bytes
+
+from megatron_pg import lm_head
 
 ROWS, VOCABULARY = 8192, 152064  # a multiple of 256, which Liger's head needs, and of 192, QuACK's fastest tile
 LOGITS = [(8192, 152064), (4096, 131072)]  # beyond 131,072 columns, Liger reads a row twice
@@ -53,6 +56,7 @@ def quack_chunked() -> Loss:
     return lambda *given: chunked_linear_cross_entropy(*given, tuned=False, use_scaled_exp=False)
 
 
+MODES = "forward", "scaled_exp"  # of ours
 HEADS = {
     "Liger fused linear, SM90": liger_fused_linear,
     "Liger fused scaled, SM90": liger_fused_scaled,
@@ -61,29 +65,25 @@ HEADS = {
 }
 
 
-def head(problem: Problem, loss: Loss) -> Callable:
-    """Forward and backward of a head."""
-
-    def run():
-        loss(problem.hidden, problem.weight, problem.targets).backward()
-        problem.hidden.grad = problem.weight.grad = None
-
-    return run
-
-
-def errors(loss: Loss, width: int) -> str:
-    """Of the mean loss and of both gradients of a small problem."""
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(512, width, device="cuda"), torch.randn(8448, width, device="cuda") * width**-0.5
-    leaves = [each.bfloat16().requires_grad_() for each in (hidden, weight)]
-    exact = [each.detach().double().requires_grad_() for each in leaves]
-    targets = torch.randint(0, 8448, (512,), device="cuda")
-    found = loss(*leaves, targets)
+def by_theirs(problem: Problem, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean cross-entropy and its weight gradient."""
+    found = loss(problem.hidden, problem.weight, problem.targets)
     found.backward()
-    wanted = torch.nn.functional.cross_entropy(exact[0] @ exact[1].t(), targets)
-    wanted.backward()
-    of_gradients = [float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in zip(leaves, exact, strict=True)]
-    return f"{float((found - wanted).abs()):.1e} | " + " | ".join(f"{value:.1e}" for value in of_gradients)
+    gradient, problem.hidden.grad, problem.weight.grad = problem.weight.grad, None, None
+    return found.detach(), gradient
+
+
+def by_ours(problem: Problem, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by the policy loss, which at a ratio of 1 has this gradient."""
+    given = problem.hidden, problem.weight, problem.targets
+    with torch.no_grad():
+        logprobs = lm_head.logprobs_and_entropy(*given)[0]
+    fields = problem.fields() | {"old_logprobs": logprobs, "advantages": torch.ones_like(logprobs)}
+    options |= {"rows": problem.rows, "main_grad": torch.zeros_like(problem.main_grad)}
+    out = lm_head.grpo_head_loss(*given[:2], **fields, clip_eps_low=0.9, clip_eps_high=9.0, **options)
+    out.loss.backward()
+    problem.hidden.grad = None
+    return -out.logprobs.mean(), options["main_grad"]
 
 
 def that_run(variants: dict[str, Callable]) -> dict[str, Callable]:
@@ -96,35 +96,31 @@ def that_run(variants: dict[str, Callable]) -> dict[str, Callable]:
             torch.cuda.synchronize()
         except Exception as error:  # a rival that fails stays in the report
             print(f"{name} failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        print(f"{name}: {time.perf_counter() - start:.1f} s to its first result", file=sys.stderr)
+        print(f"{name}: {time.perf_counter() - start:.1f} s to its first result", file=sys.stderr, flush=True)
     return found
 
 
 def bench_heads(width: int, repetitions: int) -> None:
     """A line per head."""
     problem = Problem(ROWS, VOCABULARY, width=width)
-    runs = {"three bare products": bare(problem)}
-    runs |= {f"ours, {mode}": ours(problem, mode=mode) for mode in ("forward", "scaled_exp")}
+    exact, exact_gradient = by_ours(problem, backward="split")
 
-    def tried(make: Callable[[], Loss]) -> tuple[Callable, str]:
-        loss = make()
-        found = errors(loss, width)
-        run = head(problem, loss)
-        run()
-        return run, found
+    def tried(make: Callable) -> tuple[Callable, str]:
+        run = make()
+        found, gradient = run()
+        error = (gradient - exact_gradient).norm() / exact_gradient.norm()
+        return run, f"{float((found - exact).abs()):.1e} | {float(error):.1e}"
 
-    rivals = that_run({name: lambda make=make: tried(make) for name, make in HEADS.items()})
-    runs |= {name: run for name, (run, _) in rivals.items()}
+    heads = {f"ours, {mode}": lambda mode=mode: partial(by_ours, problem, mode=mode) for mode in MODES}
+    heads |= {name: lambda make=make: partial(by_theirs, problem, make()) for name, make in HEADS.items()}
+    found = that_run({name: lambda make=make: tried(make) for name, make in heads.items()})
+    runs = {"three bare products": bare(problem)} | {name: run for name, (run, _) in found.items()}
+    runs |= {f"ours, {mode}": ours(problem, mode=mode) for mode in MODES}  # of a policy loss
     peaks = {name: peak_bytes(run) / GIB for name, run in runs.items()}
     times = dict(zip(runs, medians_ms([*runs.values()], repetitions), strict=True))
-    of_ours = gradient_errors(problem)
     for name, milliseconds in times.items():
-        found = rivals[name][1] if name in rivals else ""
-        if name.startswith("ours"):
-            of_mode = [of_ours[f"{of} gradient, {name.removeprefix('ours, ')}, bf16"] for of in ("hidden", "weight")]
-            found = f"– | {of_mode[0]:.1e} | {of_mode[1]:.1e}"
-        ratio = milliseconds / times["three bare products"]
-        print(f"| {width} | {name} | {ratio:.3f} ({milliseconds:.2f} ms) | {peaks[name]:.2f} | {found} |", flush=True)
+        ratio, errors = milliseconds / times["three bare products"], found[name][1] if name in found else "– | –"
+        print(f"| {width} | {name} | {ratio:.3f} ({milliseconds:.2f} ms) | {peaks[name]:.2f} | {errors} |", flush=True)
 
 
 def liger_loss(targets: torch.Tensor) -> Callable:
@@ -170,17 +166,18 @@ def bench_logits(rows: int, columns: int, repetitions: int) -> None:
 def main() -> None:
     """Runs and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="*", default=["heads", "logits"], choices=["heads", "logits"])
     parser.add_argument("--widths", type=int, nargs="*", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--repetitions", type=int, default=10)
     args = parser.parse_args()
     os.environ["LIGER_SCALED_CE_SM90_VALIDATE_TARGETS"] = "0"  # the host would wait for the device
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print("| H | head | time, × bare | GiB | error of loss | hidden gradient | weight gradient |")
-    for width in args.widths:
+    print("| H | head | time, × bare | GiB | error of loss | weight gradient |")
+    for width in args.widths if "heads" in args.parts else ():
         bench_heads(width, args.repetitions)
         torch.cuda.empty_cache()
-    for shape in LOGITS:
+    for shape in LOGITS if "logits" in args.parts else ():
         bench_logits(*shape, 3 * args.repetitions)
 
 

@@ -32,8 +32,25 @@ def aligned(like: Tensor, rows: int, columns: int, dtype: torch.dtype | None = N
     return like.new_empty(rows, -(-columns // 8) * 8, dtype=dtype)[:, :columns]
 
 
+def pieces(size: int, values: Tensor) -> list[slice]:
+    """All of `size`, or for 16-bit numbers on a GPU its largest multiple of 8 and the rest.
+
+    cuBLAS has kernels of Hopper's tensor cores only where rows in memory are a multiple of 8 long (docs/benchmarks.md).
+    """
+    cut = size // 8 * 8 if values.is_cuda and values.dtype.itemsize == 2 else size
+    return [piece for piece in (slice(0, cut), slice(cut, size)) if piece.start < piece.stop]
+
+
 def product_into(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """out = left @ right, summed in float32 and rounded once, to the dtype of `out`."""
+    """out = left @ right, summed in float32 and rounded once, to the dtype of `out`, which is float32 for `pieces`."""
+    first, *others = pieces(left.shape[1], left)
+    for columns in pieces(right.shape[1], left):
+        _multiply(left[:, first], right[first, columns], out[:, columns])
+    for inner in others:
+        add_product(left[:, inner], right[inner], out)
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
     if not left.is_cuda:
         out.copy_(_on_cpu(left, right))
     elif out.dtype == left.dtype:
@@ -44,6 +61,15 @@ def product_into(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 def add_product(left: Tensor, right: Tensor, total: Tensor) -> None:
     """total += left @ right, summed in float32."""
+    if left.stride(0) == 1:  # a transposed gradient, whose rows are contiguous
+        for rows in pieces(len(left), left):
+            _add(left[rows], right, total[rows])
+    else:
+        for inner in pieces(len(right), left):
+            _add(left[:, inner], right[inner], total)
+
+
+def _add(left: Tensor, right: Tensor, total: Tensor) -> None:
     if not left.is_cuda:
         total.add_(_on_cpu(left, right))
     elif total.dtype == left.dtype:
@@ -60,7 +86,8 @@ def _on_cpu(left: Tensor, right: Tensor) -> Tensor:
 
 def sum_of_products(parts: list[Tensor], right: Tensor) -> Tensor:
     """The sum of part @ right, rounded once, to their dtype."""
-    total = product(parts[0], right, right.dtype if len(parts) == 1 else logits_dtype(right))
+    is_whole = len(parts) == len(pieces(len(right), right)) == 1
+    total = product(parts[0], right, right.dtype if is_whole else logits_dtype(right))
     for part in parts[1:]:
         add_product(part, right, total)
     return total.to(right.dtype)

@@ -20,7 +20,7 @@ from megatron_pg.lm_head.scaled_exp.head import HEADROOM, LIMIT, Part, ScaledExp
 _HEADROOM, _LIMIT, _MOST = tl.constexpr(HEADROOM), tl.constexpr(LIMIT), tl.constexpr(2.0**LIMIT)
 ROWS = 128  # of a program that reads one number of each
 WIDTH = 1024  # of a row that one program reads at a time
-RUN = 16, 256  # rows of a target, and columns of them, that one program reads at a time
+RUN = 4, 1024  # rows of a target, and columns of them, that one program reads at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +111,9 @@ class TritonScaledExp(ScaledExp):
         """By a kernel that adds up the rows of one target, because atomic sums would depend on their order."""
         ordered, order = torch.sort(targets, stable=True)
         ends = torch.searchsorted(ordered, ordered, right=True)
-        tensors = hidden, rows, ordered, order, ends, v, of_targets, total
+        tensors = hidden, rows[order], ordered, ends, v[order], of_targets[order], total
         sizes = self._vocabulary.valid, self._vocabulary.first, hidden.shape[1], total.stride(0)
-        grid = len(rows), triton.cdiv(hidden.shape[1], RUN[1])
+        grid = (len(rows) * triton.cdiv(hidden.shape[1], RUN[1]),)
         rounding_kernel[grid](*tensors, *sizes, ROWS=RUN[0], BLOCK=RUN[1], **FUSED)
 
 
@@ -289,8 +289,7 @@ def scatter_kernel(products, v, rows, of_hidden, width, BLOCK: tl.constexpr):
 def rounding_kernel(
     hidden,
     rows,
-    ordered,
-    order,
+    targets,
     ends,
     v,
     of_targets,
@@ -302,22 +301,24 @@ def rounding_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One target and some columns per program: the sum of v E x, less what it was in rounded factors, into `total`."""
-    at = tl.program_id(0)
-    target, end = tl.load(ordered + at), tl.load(ends + at)
-    is_first = (at == 0) | (tl.load(ordered + at - 1, at > 0, 0) != target)
+    """One target and some columns per program: the sum of v E x, less what it was in rounded factors, into `total`.
+
+    Rows are in the order of their targets; those of a target end before `ends`.
+    """
+    blocks = tl.cdiv(width, BLOCK)
+    at, column = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
+    target, end = tl.load(targets + at), tl.load(ends + at)
+    is_first = (at == 0) | (tl.load(targets + at - 1, at > 0, 0) != target)
     local = target - first
     if is_first & (local >= 0) & (local < valid):
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-        lost = tl.zeros((1, BLOCK), tl.float32)
+        lost = tl.load(total + local * stride + column, column < width, 0.0).to(tl.float32)
         dtype: tl.constexpr = hidden.dtype.element_ty
         for start in range(0, end - at, ROWS):
             place = at + start + tl.arange(0, ROWS)[:, None]
-            token = tl.load(order + place, place < end, 0)
-            factor, e = tl.load(v + token, place < end, 0.0), tl.load(of_targets + token, place < end, 0.0)
-            states = hidden + tl.load(rows + token, place < end, 0) * width
-            x = tl.load(states + column, (place < end) & (column < width), 0.0).to(tl.float32)
+            here = place < end
+            factor, e = tl.load(v + place, here, 0.0), tl.load(of_targets + place, here, 0.0)
+            states = hidden + tl.load(rows + place, here, 0) * width
+            x = tl.load(states + column, here & (column < width), 0.0).to(tl.float32)
             rounded = e.to(dtype).to(tl.float32) * (factor * x).to(dtype).to(tl.float32)
             lost += tl.sum(factor * e * x - rounded, 0, keep_dims=True)
-        known = tl.load(total + local * stride + column, column < width, 0.0)
-        tl.store(total + local * stride + column, (known + lost).to(total.dtype.element_ty), column < width)
+        tl.store(total + local * stride + column, lost.to(total.dtype.element_ty), column < width)
