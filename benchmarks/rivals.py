@@ -46,7 +46,10 @@ def quack_scaled_exp() -> Loss:
     """QuACK's head by scaled exponentials."""
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-    return lambda *given: chunked_linear_cross_entropy(*given, use_scaled_exp=True)
+    # 0.6.5 cannot infer an operand's axis where a chunk has as many tokens as the hidden size
+    return lambda hidden, *given: chunked_linear_cross_entropy(
+        hidden, *given, chunk_size=8192 if hidden.shape[1] == 4096 else 4096, use_scaled_exp=True
+    )
 
 
 def quack_chunked() -> Loss:

@@ -28,21 +28,18 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def aligned(like: Tensor, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-    """[rows, columns] on the device of `like`; every row starts at a multiple of 16 bytes, as fast products need it."""
+    """[rows, columns], every row at a multiple of 16 bytes, which fast products need."""
     return like.new_empty(rows, -(-columns // 8) * 8, dtype=dtype)[:, :columns]
 
 
 def pieces(size: int, values: Tensor) -> list[slice]:
-    """All of `size`, or for 16-bit numbers on a GPU its largest multiple of 8 and the rest.
-
-    cuBLAS has kernels of Hopper's tensor cores only where rows in memory are a multiple of 8 long (docs/benchmarks.md).
-    """
+    """All, or of 16-bit numbers on a GPU the largest multiple of 8, for which cuBLAS has fast kernels, and the rest."""
     cut = size // 8 * 8 if values.is_cuda and values.dtype.itemsize == 2 else size
     return [piece for piece in (slice(0, cut), slice(cut, size)) if piece.start < piece.stop]
 
 
 def product_into(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """out = left @ right, summed in float32 and rounded once, to the dtype of `out`, which is float32 for `pieces`."""
+    """out = left @ right, summed in float32 and rounded once, to the dtype of `out`: float32 if there are pieces."""
     first, *others = pieces(left.shape[1], left)
     for columns in pieces(right.shape[1], left):
         _multiply(left[:, first], right[first, columns], out[:, columns])
@@ -61,12 +58,12 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 def add_product(left: Tensor, right: Tensor, total: Tensor) -> None:
     """total += left @ right, summed in float32."""
-    if left.stride(0) == 1:  # a transposed gradient, whose rows are contiguous
-        for rows in pieces(len(left), left):
-            _add(left[rows], right, total[rows])
-    else:
-        for inner in pieces(len(right), left):
-            _add(left[:, inner], right[inner], total)
+    is_transposed = left.stride(0) == 1
+    for piece in pieces(left.shape[0 if is_transposed else 1], left):  # of the dimension that is contiguous
+        if is_transposed:
+            _add(left[piece], right, total[piece])
+        else:
+            _add(left[:, piece], right[piece], total)
 
 
 def _add(left: Tensor, right: Tensor, total: Tensor) -> None:

@@ -62,7 +62,7 @@ class ScaledExpGradients(HeadGradients):
                 yield replace(loss, entropy=None)
             self._multiply(whole.scaled, states, v[block], self._rows[block])
         if self._of_weight is not None:
-            self._steps.add_rounding(self._hidden, self._rows, targets, v, target_logits, self._of_weight.total)
+            self._steps.add_lost(self._hidden, self._rows, targets, v, target_logits, self._of_weight.total)
 
     def _shares(self, whole: Part) -> Iterator[tuple[slice, Tensor]]:
         """Every rank's S [tp, c] of each part of a block, exchanged during the product of the next part."""

@@ -8,7 +8,8 @@ below float32:
     log π(y) = -log(1 + 2^60 S),   p_j = E_j / (S + 2^-60)
     E_y := -S,   v = -slope / (tau (S + 2^-60)),   dX = v ∘ (E W),   dW = E^T (v ∘ x) + r
 
-Both factors of dW are rounded. r adds what that took at the targets: v E_y x less the product of its rounded factors.
+Both factors of dW are rounded. r is what that took at the targets: v E_y x less the product of its rounded factors. A
+target has half of its row's gradient or more, so what is left of the error is at most that of one rounded factor.
 
 Here slope is the derivative of the loss by log π(y). With a softcap z is the capped logit, and after S was summed each
 E_j is multiplied by dz_j/dx_j = 1 - (z_j / c)². With 60 both ends are far away: E keeps columns of 2^-66 of the
@@ -111,20 +112,13 @@ class ScaledExp:
         target_logits.copy_(of_targets)
         states.copy_(v[:, None] * states)
 
-    def add_rounding(
-        self, hidden: Tensor, rows: Tensor, targets: Tensor, v: Tensor, of_targets: Tensor, total: Tensor
-    ) -> None:
-        """Adds to the weight gradient `total` [V / tp, H] what two roundings took from it at the targets.
-
-        `of_targets` [n] are the E dz/dx that `weigh` left. A target holds half or more of its row's gradient, so what
-        remains of the error is at most that of a gradient rounded once.
-        """
+    def add_lost(self, hidden: Tensor, rows: Tensor, targets: Tensor, v: Tensor, e: Tensor, total: Tensor) -> None:
+        """Adds r to the weight gradient `total` [V / tp, H]; `e` [n] are the E dz/dx of targets that `weigh` wrote."""
         local, owned = self._vocabulary.owned(targets)
         for part in products.slices(len(rows), products.ROWS):
-            x, e = hidden.index_select(0, rows[part]), of_targets[part, None]
-            rounded = e.to(x.dtype) * (v[part, None] * x).to(x.dtype).to(v.dtype)
-            lost = torch.where(owned[part, None], v[part, None] * e * x - rounded, 0)
-            total.index_put_((local[part],), lost.to(total.dtype), accumulate=True)
+            x, factor, at = hidden.index_select(0, rows[part]), v[part, None], e[part, None]
+            lost = factor * at * x - at.to(x.dtype) * (factor * x).to(x.dtype).to(v.dtype)
+            total.index_put_((local[part],), torch.where(owned[part, None], lost, 0).to(total.dtype), accumulate=True)
 
     def scatter(self, product: Tensor, v: Tensor, rows: Tensor, of_hidden: Tensor) -> None:
         """Writes v ∘ product [c, H] into the `rows` [c] of the hidden states' gradient, rounded once."""

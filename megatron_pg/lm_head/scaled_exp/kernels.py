@@ -20,7 +20,6 @@ from megatron_pg.lm_head.scaled_exp.head import HEADROOM, LIMIT, Part, ScaledExp
 _HEADROOM, _LIMIT, _MOST = tl.constexpr(HEADROOM), tl.constexpr(LIMIT), tl.constexpr(2.0**LIMIT)
 ROWS = 128  # of a program that reads one number of each
 WIDTH = 1024  # of a row that one program reads at a time
-RUN = 4, 1024  # rows of a target, and columns of them, that one program reads at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +104,13 @@ class TritonScaledExp(ScaledExp):
         """By a kernel, a program per row."""
         scatter_kernel[(len(product),)](product, v, rows, of_hidden, product.shape[1], BLOCK=WIDTH, **FUSED)
 
-    def add_rounding(
-        self, hidden: Tensor, rows: Tensor, targets: Tensor, v: Tensor, of_targets: Tensor, total: Tensor
-    ) -> None:
+    def add_lost(self, hidden: Tensor, rows: Tensor, targets: Tensor, v: Tensor, e: Tensor, total: Tensor) -> None:
         """By a kernel that adds up the rows of one target, because atomic sums would depend on their order."""
         ordered, order = torch.sort(targets, stable=True)
-        ends = torch.searchsorted(ordered, ordered, right=True)
-        tensors = hidden, rows[order], ordered, ends, v[order], of_targets[order], total
+        tensors = hidden, rows[order], ordered, torch.searchsorted(ordered, ordered, right=True), v[order], e[order]
         sizes = self._vocabulary.valid, self._vocabulary.first, hidden.shape[1], total.stride(0)
-        grid = (len(rows) * triton.cdiv(hidden.shape[1], RUN[1]),)
-        rounding_kernel[grid](*tensors, *sizes, ROWS=RUN[0], BLOCK=RUN[1], **FUSED)
+        grid = (len(rows) * triton.cdiv(hidden.shape[1], WIDTH),)
+        lost_kernel[grid](*tensors, total, *sizes, BLOCK=WIDTH, **FUSED)
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -248,10 +244,7 @@ def weigh_kernel(
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row per program: v, E at the target, and v x over x; NaN if the loss depends on what S does not tell.
-
-    E at the target is also written unrounded, over the target's logit.
-    """
+    """One row per program: v, E at the target, for s_y too, v x for x; NaN if the loss depends on what S does not tell."""
     row = tl.program_id(0).to(tl.int64)
     total, slope = tl.load(sums + row), tl.load(slopes + row)
     factor = -slope / (total + 2.0**-60) * inverse_temperature
@@ -286,39 +279,22 @@ def scatter_kernel(products, v, rows, of_hidden, width, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["first"])
-def rounding_kernel(
-    hidden,
-    rows,
-    targets,
-    ends,
-    v,
-    of_targets,
-    total,
-    valid,
-    first,
-    width,
-    stride,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One target and some columns per program: the sum of v E x, less what it was in rounded factors, into `total`.
-
-    Rows are in the order of their targets; those of a target end before `ends`.
-    """
+def lost_kernel(hidden, rows, targets, ends, v, of_targets, total, valid, first, width, stride, BLOCK: tl.constexpr):
+    """One target, of rows in the order of targets, and some columns per program: their v E x, less what was added."""
     blocks = tl.cdiv(width, BLOCK)
     at, column = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
     target, end = tl.load(targets + at), tl.load(ends + at)
     is_first = (at == 0) | (tl.load(targets + at - 1, at > 0, 0) != target)
     local = target - first
     if is_first & (local >= 0) & (local < valid):
-        lost = tl.load(total + local * stride + column, column < width, 0.0).to(tl.float32)
+        of_target = total + local * stride + column
+        lost = tl.load(of_target, column < width, 0.0).to(tl.float32)
         dtype: tl.constexpr = hidden.dtype.element_ty
-        for start in range(0, end - at, ROWS):
-            place = at + start + tl.arange(0, ROWS)[:, None]
-            here = place < end
-            factor, e = tl.load(v + place, here, 0.0), tl.load(of_targets + place, here, 0.0)
-            states = hidden + tl.load(rows + place, here, 0) * width
-            x = tl.load(states + column, here & (column < width), 0.0).to(tl.float32)
+        for start in range(0, end - at, 4):
+            row = at + start + tl.arange(0, 4)[:, None]
+            factor, e = tl.load(v + row, row < end, 0.0), tl.load(of_targets + row, row < end, 0.0)
+            states = hidden + tl.load(rows + row, row < end, 0) * width
+            x = tl.load(states + column, (row < end) & (column < width), 0.0).to(tl.float32)
             rounded = e.to(dtype).to(tl.float32) * (factor * x).to(dtype).to(tl.float32)
             lost += tl.sum(factor * e * x - rounded, 0, keep_dims=True)
-        tl.store(total + local * stride + column, lost.to(total.dtype.element_ty), column < width)
+        tl.store(of_target, lost.to(total.dtype.element_ty), column < width)

@@ -226,7 +226,7 @@ def test_launches_and_collectives_of_a_micro_batch(ranks, monkeypatch):
     assert launches["scaled_exp_kernel"] == launches["weigh_kernel"] == products_of * ranks
     assert launches["surrogate_kernel"] == products_of * ranks
     assert launches["scatter_kernel"] == 3 * ranks
-    assert launches["rounding_kernel"] == ranks
+    assert launches["lost_kernel"] == ranks
     assert collectives.count("all_gather_into_tensor") == (products_of * ranks if ranks > 1 else 0)
     assert collectives.count("all_reduce") == (2 * ranks if ranks > 1 else 0)  # and the hidden states' gradient
     wanted = expected(hidden, weight, loss_of(fields))
@@ -275,7 +275,7 @@ def test_what_rounding_took_at_the_targets_is_added_by_target(width):
     for steps in (ScaledExp(weight, vocabulary), TritonScaledExp(weight, vocabulary)):
         totals = [products_of.float() for _ in range(2)]
         for total in totals:
-            steps.add_rounding(hidden, rows, targets, v, e, total)
+            steps.add_lost(hidden, rows, targets, v, e, total)
         assert error(totals[0], exact) <= 1e-6
         assert not totals[0][[1, 23]].any()
         assert torch.equal(*totals)
