@@ -244,7 +244,7 @@ def weigh_kernel(
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row per program: v, E at the target and for s_y, v x for x; NaN if the loss depends on what S does not tell."""
+    """One row per program: v, E at the target and for s_y, v x for x; NaN if the loss depends on more than S tells."""
     row = tl.program_id(0).to(tl.int64)
     total, slope = tl.load(sums + row), tl.load(slopes + row)
     factor = -slope / (total + 2.0**-60) * inverse_temperature
