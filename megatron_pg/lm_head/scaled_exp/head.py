@@ -9,7 +9,7 @@ below float32:
     E_y := -S,   v = -slope / (tau (S + 2^-60)),   dX = v ∘ (E W),   dW = E^T (v ∘ x) + r
 
 Both factors of dW are rounded. r is what that took at the targets: v E_y x less the product of its rounded factors. A
-target has half of its row's gradient or more, so what is left of the error is at most that of one rounded factor.
+target has half of its row's gradient or more, so the remaining error is at most that of one rounded factor.
 
 Here slope is the derivative of the loss by log π(y). With a softcap z is the capped logit, and after S was summed each
 E_j is multiplied by dz_j/dx_j = 1 - (z_j / c)². With 60 both ends are far away: E keeps columns of 2^-66 of the
