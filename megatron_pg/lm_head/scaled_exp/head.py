@@ -38,7 +38,7 @@ class Part(NamedTuple):
     states: Tensor  # [c, H]
     scaled: Tensor  # [c, V / tp], which the product fills
     targets: Tensor  # [c]
-    target_logits: Tensor  # [c] s_y
+    target_logits: Tensor  # [c] s_y; `weigh` leaves E dz/dx there
 
     def at(self, rows: slice) -> "Part":
         """Select rows."""

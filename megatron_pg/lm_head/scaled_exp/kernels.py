@@ -108,7 +108,7 @@ class TritonScaledExp(ScaledExp):
         """By a kernel that adds up the rows of one target, because atomic sums would depend on their order."""
         ordered, order = torch.sort(targets, stable=True)
         tensors = hidden, rows[order], ordered, torch.searchsorted(ordered, ordered, right=True), v[order], e[order]
-        sizes = self._vocabulary.valid, self._vocabulary.first, hidden.shape[1], total.stride(0)
+        sizes = self._vocabulary.valid, self._vocabulary.first, hidden.shape[1], *total.stride()
         grid = (len(rows) * triton.cdiv(hidden.shape[1], WIDTH),)
         lost_kernel[grid](*tensors, total, *sizes, BLOCK=WIDTH, **FUSED)
 
@@ -279,7 +279,7 @@ def scatter_kernel(products, v, rows, of_hidden, width, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["first"])
-def lost_kernel(hidden, rows, targets, ends, v, of_targets, total, valid, first, width, stride, BLOCK: tl.constexpr):
+def lost_kernel(hidden, rows, targets, ends, v, e, total, valid, first, width, stride, step, BLOCK: tl.constexpr):
     """One target, of rows in the order of targets, and some columns per program: their v E x, less what was added."""
     blocks = tl.cdiv(width, BLOCK)
     at, column = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -287,14 +287,14 @@ def lost_kernel(hidden, rows, targets, ends, v, of_targets, total, valid, first,
     is_first = (at == 0) | (tl.load(targets + at - 1, at > 0, 0) != target)
     local = target - first
     if is_first & (local >= 0) & (local < valid):
-        of_target = total + local * stride + column
-        lost = tl.load(of_target, column < width, 0.0).to(tl.float32)
+        gradient = total + local * stride + column * step
+        lost = tl.load(gradient, column < width, 0.0).to(tl.float32)
         dtype: tl.constexpr = hidden.dtype.element_ty
         for start in range(0, end - at, 4):
             row = at + start + tl.arange(0, 4)[:, None]
-            factor, e = tl.load(v + row, row < end, 0.0), tl.load(of_targets + row, row < end, 0.0)
+            factor, exact = tl.load(v + row, row < end, 0.0), tl.load(e + row, row < end, 0.0)
             states = hidden + tl.load(rows + row, row < end, 0) * width
             x = tl.load(states + column, (row < end) & (column < width), 0.0).to(tl.float32)
-            rounded = e.to(dtype).to(tl.float32) * (factor * x).to(dtype).to(tl.float32)
-            lost += tl.sum(factor * e * x - rounded, 0, keep_dims=True)
-        tl.store(of_target, lost.to(total.dtype.element_ty), column < width)
+            rounded = exact.to(dtype).to(tl.float32) * (factor * x).to(dtype).to(tl.float32)
+            lost += tl.sum(factor * exact * x - rounded, 0, keep_dims=True)
+        tl.store(gradient, lost.to(total.dtype.element_ty), column < width)

@@ -256,9 +256,9 @@ def test_the_rounding_is_what_the_pages_say(spread, evidence):
     evidence(cases=1, worst=errors["scaled_exp"][1] / errors["forward"][1], tolerance=1.05)
 
 
-@pytest.mark.parametrize("width", [40, 600])
+@pytest.mark.parametrize("width", [40, 1100])
 def test_what_rounding_took_at_the_targets_is_added_by_target(width):
-    """Runs of rows of one target, longer than a program reads at a time, and targets of other ranks or of padding."""
+    """Runs of rows of one target, longer and wider than a program reads at a time, targets elsewhere, and strides."""
     from megatron_pg.lm_head.scaled_exp.kernels import TritonScaledExp
 
     tokens, columns, dtype = 90, 24, torch.bfloat16 if CUDA else torch.float16  # which the interpreter rounds
@@ -273,7 +273,7 @@ def test_what_rounding_took_at_the_targets_is_added_by_target(width):
             exact[y] += v[i].double() * e[i].double() * x.double()
             products_of[y] += e[i].to(dtype).double() * (v[i, None] * x).to(dtype).double()
     for steps in (ScaledExp(weight, vocabulary), TritonScaledExp(weight, vocabulary)):
-        totals = [products_of.float() for _ in range(2)]
+        totals = [products_of.float(), products_of.float().t().contiguous().t()]
         for total in totals:
             steps.add_lost(hidden, rows, targets, v, e, total)
         assert error(totals[0], exact) <= 1e-6
