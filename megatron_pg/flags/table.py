@@ -134,8 +134,7 @@ _HELP = {  # names in braces are those of `_shown`
     "--pg-fused-head": "Compute the loss from the last hidden states in chunks of tokens, with float32 logits that are "
     "never stored. forward (default if no value is given): the gradient is computed together with the loss. recompute: "
     "the logits are computed again in the backward, for loss scaling and for sequence-level losses. scaled_exp: as "
-    "forward, faster and with less memory, with 1.4 times the rounding error of the weight gradient, for losses "
-    "without entropies on compute capability 9.0.",
+    "forward, faster and with less memory, for losses without entropies on compute capability 9.0.",
     "--fp32-lm-head-backward": "Precision of the logits' gradient in the backward GEMMs. bf16 (default): rounded, as "
     "in Megatron. split: two bfloat16 parts, which give a weight gradient exact to 1e-5 at twice the cost of the "
     "GEMMs.",

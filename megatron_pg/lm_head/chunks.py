@@ -46,7 +46,8 @@ class Chunks:
             impl, vocabulary, targets, TeacherLogits(detail, vocabulary) if isinstance(detail, Teacher) else detail
         )
         self.rows = products.chunk_rows(weight, 2 if is_taught else 1)
-        self.buffer = hidden.new_empty(min(self.rows, self._count), len(weight), dtype=logits_dtype(hidden))
+        size = min(self.rows, self._count), len(weight)
+        self.buffer = products.aligned(hidden, *size, logits_dtype(hidden))
 
     def slices(self) -> Iterator[slice]:
         """The chunks of the wanted rows."""

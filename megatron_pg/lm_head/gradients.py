@@ -91,7 +91,7 @@ class Gradients(HeadGradients):
         self._count = count
         self._split = head.backward == "split" and hidden.dtype.itemsize < 4
         size = min(products.block_rows(weight, chunk), count), len(weight)
-        self._parts = [hidden.new_empty(size) for _ in range(2 if self._split else 1)]
+        self._parts = [products.aligned(hidden, *size) for _ in range(2 if self._split else 1)]
         self._start = 0  # of the block that is being filled
 
     def buffer(self, chunk: slice, z: Tensor) -> Tensor:

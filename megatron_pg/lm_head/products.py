@@ -27,8 +27,27 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+def aligned(like: Tensor, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+    """[rows, columns], every row at a multiple of 16 bytes, which fast products need."""
+    return like.new_empty(rows, -(-columns // 8) * 8, dtype=dtype)[:, :columns]
+
+
+def pieces(size: int, values: Tensor) -> list[slice]:
+    """All, or of 16-bit numbers on a GPU the largest multiple of 8, for which cuBLAS has fast kernels, and the rest."""
+    cut = size // 8 * 8 if values.is_cuda and values.dtype.itemsize == 2 else size
+    return [piece for piece in (slice(0, cut), slice(cut, size)) if piece.start < piece.stop]
+
+
 def product_into(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """out = left @ right, summed in float32 and rounded once, to the dtype of `out`."""
+    """out = left @ right, summed in float32 and rounded once, to the dtype of `out`: float32 if there are pieces."""
+    first, *others = pieces(left.shape[1], left)
+    for columns in pieces(right.shape[1], left):
+        _multiply(left[:, first], right[first, columns], out[:, columns])
+    for inner in others:
+        add_product(left[:, inner], right[inner], out)
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
     if not left.is_cuda:
         out.copy_(_on_cpu(left, right))
     elif out.dtype == left.dtype:
@@ -39,6 +58,15 @@ def product_into(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 def add_product(left: Tensor, right: Tensor, total: Tensor) -> None:
     """total += left @ right, summed in float32."""
+    is_transposed = left.stride(0) == 1
+    for piece in pieces(left.shape[0 if is_transposed else 1], left):  # of the dimension that is contiguous
+        if is_transposed:
+            _add(left[piece], right, total[piece])
+        else:
+            _add(left[:, piece], right[piece], total)
+
+
+def _add(left: Tensor, right: Tensor, total: Tensor) -> None:
     if not left.is_cuda:
         total.add_(_on_cpu(left, right))
     elif total.dtype == left.dtype:
@@ -55,7 +83,8 @@ def _on_cpu(left: Tensor, right: Tensor) -> Tensor:
 
 def sum_of_products(parts: list[Tensor], right: Tensor) -> Tensor:
     """The sum of part @ right, rounded once, to their dtype."""
-    total = product(parts[0], right, right.dtype if len(parts) == 1 else logits_dtype(right))
+    is_whole = len(parts) == len(pieces(len(right), right)) == 1
+    total = product(parts[0], right, right.dtype if is_whole else logits_dtype(right))
     for part in parts[1:]:
         add_product(part, right, total)
     return total.to(right.dtype)

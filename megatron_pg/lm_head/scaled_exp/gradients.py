@@ -45,11 +45,10 @@ class ScaledExpGradients(HeadGradients):
         target_logits = self._steps.target_logits(self._hidden, self._rows, targets)
         if self._vocabulary.ranks > 1:
             torch.distributed.all_reduce(target_logits, group=self._vocabulary.tp_group)
-        size, columns = min(products.block_rows(self._weight, products.ROWS), len(targets)), len(self._weight)
-        stride = -(-columns // 8) * 8  # whole 16 bytes for bfloat16, as the copies of a tile need
-        buffer = self._hidden.new_empty(size, stride)[:, :columns]
+        size = min(products.block_rows(self._weight, products.ROWS), len(targets))
+        buffer, v = products.aligned(self._hidden, size, len(self._weight)), torch.empty_like(target_logits)
         for block in products.slices(len(targets), size):
-            states, v = self._hidden.index_select(0, self._rows[block]), torch.empty_like(target_logits[block])
+            states = self._hidden.index_select(0, self._rows[block])
             part = Part(states, buffer[: len(states)], targets[block], target_logits[block])
             shares = self._vocabulary.gather(self._steps.product(part))
             sums, logprobs = self._steps.logprobs(shares, part.targets)
@@ -58,9 +57,11 @@ class ScaledExpGradients(HeadGradients):
             loss, slopes = loss_and_slopes(chosen, outputs, self._vocabulary, self._impl)
             by_logprob = cast(Tensor, slopes[0]) * grad_scale
             output = ScaledExpOutput(loss.loss, loss.logprobs, loss.log_ratios)
-            self._steps.weigh(part, sums, by_logprob, v, output)
+            self._steps.weigh(part, sums, by_logprob, v[block], output)
             yield replace(loss, entropy=None)
-            self._multiply(part.scaled, states, v, self._rows[block])
+            self._multiply(part.scaled, states, v[block], self._rows[block])
+        if self._of_weight is not None:
+            self._steps.add_lost(self._hidden, self._rows, targets, v, target_logits, self._of_weight.total)
 
     def _multiply(self, scaled: Tensor, weighed: Tensor, v: Tensor, rows: Tensor) -> None:
         if self._of_hidden is not None:

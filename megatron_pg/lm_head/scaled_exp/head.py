@@ -6,7 +6,10 @@ below float32:
 
     s_j = z_j log2(e) / tau,   E_j = 2^(s_j - s_y - 60) for j != y,   S = sum_{j != y} E_j
     log π(y) = -log(1 + 2^60 S),   p_j = E_j / (S + 2^-60)
-    E_y := -S,   v = -slope / (tau (S + 2^-60)),   dX = v ∘ (E W),   dW = E^T (v ∘ x)
+    E_y := -S,   v = -slope / (tau (S + 2^-60)),   dX = v ∘ (E W),   dW = E^T (v ∘ x) + r
+
+Both factors of dW are rounded. r is what that took at the targets: v E_y x less the product of its rounded factors. A
+target has half of its row's gradient or more, so the remaining error is at most that of one rounded factor.
 
 Here slope is the derivative of the loss by log π(y). With a softcap z is the capped logit, and after S was summed each
 E_j is multiplied by dz_j/dx_j = 1 - (z_j / c)². With 60 both ends are far away: E keeps columns of 2^-66 of the
@@ -35,7 +38,7 @@ class Part(NamedTuple):
     states: Tensor  # [c, H]
     scaled: Tensor  # [c, V / tp], which the product fills
     targets: Tensor  # [c]
-    target_logits: Tensor  # [c] s_y
+    target_logits: Tensor  # [c] s_y; `weigh` leaves E dz/dx there
 
 
 class ScaledExpOutput(NamedTuple):
@@ -86,7 +89,7 @@ class ScaledExp:
         return sums, logprobs_of(sums)
 
     def weigh(self, rows: Part, sums: Tensor, slopes: Tensor, v: Tensor, output: ScaledExpOutput) -> None:
-        """Fills `v` [c], writes E dz/dx at the targets and v ∘ x over the states x.
+        """Fills `v` [c], writes E dz/dx at the targets, also over s_y, and v ∘ x over the states x.
 
         If a row's loss depends on a log-probability that S does not determine, v and the row's output become NaN. A
         slope of 0 shows independence only for a ratio below 1: the true ratio may be below a ratio above 1.
@@ -102,7 +105,16 @@ class ScaledExp:
         at = local[:, None]
         of_targets = -sums if self._cap is None else sums * ((target_logits / self._cap) ** 2 - 1)
         scaled.scatter_(1, at, torch.where(owned[:, None], of_targets[:, None].to(scaled.dtype), scaled.gather(1, at)))
+        target_logits.copy_(of_targets)
         states.copy_(v[:, None] * states)
+
+    def add_lost(self, hidden: Tensor, rows: Tensor, targets: Tensor, v: Tensor, e: Tensor, total: Tensor) -> None:
+        """Adds r to the weight gradient `total` [V / tp, H]; `e` [n] are the E dz/dx of targets that `weigh` wrote."""
+        local, owned = self._vocabulary.owned(targets)
+        for part in products.slices(len(rows), products.ROWS):
+            x, factor, at = hidden.index_select(0, rows[part]), v[part, None], e[part, None]
+            lost = factor * at * x - at.to(x.dtype) * (factor * x).to(x.dtype).to(v.dtype)
+            total.index_put_((local[part],), torch.where(owned[part, None], lost, 0).to(total.dtype), accumulate=True)
 
     def scatter(self, product: Tensor, v: Tensor, rows: Tensor, of_hidden: Tensor) -> None:
         """Writes v ∘ product [c, H] into the `rows` [c] of the hidden states' gradient, rounded once."""

@@ -97,14 +97,20 @@ class TritonScaledExp(ScaledExp):
         states, scaled, targets, target_logits = rows
         where = self._vocabulary.valid, self._vocabulary.first
         scalars = scaled.stride(0), states.shape[1], 1.0 / self._vocabulary.temperature
-        of_cap = None if self._cap is None else target_logits
-        weigh_kernel[(len(states),)](
-            states, scaled, targets, of_cap, sums, slopes, v, *output, *where, *scalars, self._cap, BLOCK=WIDTH, **FUSED
-        )
+        tensors = states, scaled, targets, target_logits, sums, slopes, v, *output
+        weigh_kernel[(len(states),)](*tensors, *where, *scalars, self._cap, BLOCK=WIDTH, **FUSED)
 
     def scatter(self, product: Tensor, v: Tensor, rows: Tensor, of_hidden: Tensor) -> None:
         """By a kernel, a program per row."""
         scatter_kernel[(len(product),)](product, v, rows, of_hidden, product.shape[1], BLOCK=WIDTH, **FUSED)
+
+    def add_lost(self, hidden: Tensor, rows: Tensor, targets: Tensor, v: Tensor, e: Tensor, total: Tensor) -> None:
+        """By a kernel that adds up the rows of one target, because atomic sums would depend on their order."""
+        ordered, order = torch.sort(targets, stable=True)
+        tensors = hidden, rows[order], ordered, torch.searchsorted(ordered, ordered, right=True), v[order], e[order]
+        sizes = self._vocabulary.valid, self._vocabulary.first, hidden.shape[1], *total.stride()
+        grid = (len(rows) * triton.cdiv(hidden.shape[1], WIDTH),)
+        lost_kernel[grid](*tensors, total, *sizes, BLOCK=WIDTH, **FUSED)
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -238,7 +244,7 @@ def weigh_kernel(
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row per program: v, E at the target, and v x over x; NaN if the loss depends on what S does not tell."""
+    """One row per program: v, E at the target and for s_y, v x for x; NaN if the loss depends on more than S tells."""
     row = tl.program_id(0).to(tl.int64)
     total, slope = tl.load(sums + row), tl.load(slopes + row)
     factor = -slope / (total + 2.0**-60) * inverse_temperature
@@ -253,6 +259,7 @@ def weigh_kernel(
     of_target = -total
     if CAP is not None:
         of_target = through_cap(of_target, tl.load(target_logits + row), CAP)
+    tl.store(target_logits + row, of_target)
     tl.store(scaled + row * scaled_stride + local, of_target.to(scaled.dtype.element_ty), owned)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -269,3 +276,25 @@ def scatter_kernel(products, v, rows, of_hidden, width, BLOCK: tl.constexpr):
         column = start + tl.arange(0, BLOCK)
         value = tl.load(products + at * width + column, column < width, 0.0) * factor
         tl.store(of_hidden + row * width + column, value.to(of_hidden.dtype.element_ty), column < width)
+
+
+@triton.jit(do_not_specialize=["first"])
+def lost_kernel(hidden, rows, targets, ends, v, e, total, valid, first, width, stride, step, BLOCK: tl.constexpr):
+    """One target, of rows in the order of targets, and some columns per program: their v E x, less what was added."""
+    blocks = tl.cdiv(width, BLOCK)
+    at, column = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
+    target, end = tl.load(targets + at), tl.load(ends + at)
+    is_first = (at == 0) | (tl.load(targets + at - 1, at > 0, 0) != target)
+    local = target - first
+    if is_first & (local >= 0) & (local < valid):
+        gradient = total + local * stride + column * step
+        lost = tl.load(gradient, column < width, 0.0).to(tl.float32)
+        dtype: tl.constexpr = hidden.dtype.element_ty
+        for start in range(0, end - at, 4):
+            row = at + start + tl.arange(0, 4)[:, None]
+            factor, exact = tl.load(v + row, row < end, 0.0), tl.load(e + row, row < end, 0.0)
+            states = hidden + tl.load(rows + row, row < end, 0) * width
+            x = tl.load(states + column, (row < end) & (column < width), 0.0).to(tl.float32)
+            rounded = exact.to(dtype).to(tl.float32) * (factor * x).to(dtype).to(tl.float32)
+            lost += tl.sum(factor * exact * x - rounded, 0, keep_dims=True)
+        tl.store(gradient, lost.to(total.dtype.element_ty), column < width)
