@@ -12,6 +12,7 @@ from megatron_pg.kernels.losses import reader_of
 from megatron_pg.kernels.readers import Statistics
 from megatron_pg.kernels.sampling_masks import Restriction
 from megatron_pg.lm_head import products
+from megatron_pg.lm_head.inputs import Head
 from megatron_pg.lm_head.products import logits_dtype, product_into
 from megatron_pg.lm_head.teacher import Teacher, TeacherLogits
 
@@ -78,6 +79,47 @@ class Chunks:
         if work is not None:
             work.wait()
         return chunk, z, self.reader.combine(shares, z, chunk)
+
+
+class TiledChunks(Chunks):
+    """The hidden states of the wanted rows, a block at a time, in place of logits; its reader multiplies them.
+
+    Args:
+        hidden, weight, targets, rows, vocabulary: as in `Chunks`.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None, vocabulary: Vocabulary
+    ):
+        from megatron_pg.lm_head.tiled_reader import TiledReader  # an earlier Triton has no tensor descriptors
+
+        self._hidden, self._weight, self._rows, self._count = hidden.contiguous(), weight, rows, len(targets)
+        self._vocabulary = vocabulary
+        self.reader = TiledReader(vocabulary, targets, weight)
+        self.rows = products.block_rows(weight, products.ROWS)
+        self.buffers = [hidden] * min(vocabulary.ranks, 2)  # TODO
+
+    def logits(self, chunk: slice, buffer: int = 0) -> Tensor:
+        """[c, H] hidden states, of which the reader makes the logits."""
+        return products.states(self._hidden, self._rows, chunk)
+
+
+def supports_tiles(hidden: Tensor, weight: Tensor, vocabulary: Vocabulary, head: Head, detail: Detail) -> bool:
+    """Whether `TiledChunks` take the logits of a plain loss, on this device, with rows aligned to 16 bytes.
+
+    On a CPU the interpreter takes float32.
+    """
+    if detail is not None or vocabulary.softcap is not None or head.impl != "triton" or head.backward == "split":
+        return False
+    width, columns = weight.shape[1], len(weight)
+    if width % 8 or columns % 8 or not weight.is_contiguous() or weight.data_ptr() % 16 or hidden.data_ptr() % 16:
+        return False
+    if not weight.is_cuda:
+        return weight.dtype == torch.float32
+    from megatron_pg.kernels.triton.loss import path_on  # torch needs no Triton
+
+    chip = torch.cuda.get_device_capability(weight.device)
+    return weight.dtype.itemsize == 2 and chip == (9, 0) and path_on(weight.device).is_tried
 
 
 def start_gather(shares: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Work | None]:

@@ -71,11 +71,13 @@ class Build:
 
         names, types = self.kernel.arg_names, TYPES | self.types
         signature = {name: "constexpr" if name in self.constants else types.get(name, "*fp32") for name in names}
-        aligned = [place for place, kind in self._leaves(signature) if kind[0] == "*" or names[place[0]] in self.even]
+        leaves = dict(self._leaves(signature))
+        aligned = [place for place, kind in leaves.items() if kind[0] == "*" or names[place[0]] in self.even]
+        absent = [place for place, kind in leaves.items() if len(place) > 1 and kind == "constexpr"]
         return (GluonASTSource if self.is_gluon else ASTSource)(
             fn=self.kernel,
             signature=signature,
-            constexprs={(names.index(name),): value for name, value in self.constants.items()},
+            constexprs={(names.index(name),): value for name, value in self.constants.items()} | dict.fromkeys(absent),
             attrs={place: [["tt.divisibility", 16]] for place in aligned},
         )
 
@@ -280,32 +282,41 @@ def sampling_masks() -> Iterator[Build]:
         )
 
 
-def scaled_exp() -> Iterator[Build]:
-    """The product of the fused head's mode of that name: tensor cores, whole tiles."""
-    from megatron_pg.lm_head.scaled_exp.kernels import Tiles, scaled_exp_kernel
+def tiled_product() -> Iterator[Build]:
+    """The fused head's products with an epilogue: tensor cores, whole tiles."""
+    from megatron_pg.lm_head import tiled_reader
+    from megatron_pg.lm_head.scaled_exp.kernels import scaled_exp_tile
+    from megatron_pg.lm_head.tiled_product import Tiles, product_kernel
 
-    for width, cap in itertools.product((1024, 2048, 4096, 8192), (None, CAP)):
-        tiles = Tiles.of_width(width, is_capped=cap is not None)
+    slopes = "*i64", *["*fp32"] * 4
+    variants = {"scaled_exp": (scaled_exp_tile, ("*fp32", "*i64", "*fp32"))}
+    variants["statistics"] = tiled_reader.statistics_tile, ("*i64", "*fp32")
+    variants["gradient"] = tiled_reader.gradient_tile, (*slopes, "constexpr", "i32")
+    variants["gradient with entropy"] = tiled_reader.gradient_tile, (*slopes, "*fp32", "i32")
+    for name, width, cap in itertools.product(variants, (1024, 2048, 4096, 8192), (None, CAP)):
+        tiles, (epilogue, of_rows) = Tiles.of_width(width, is_capped=cap is not None), variants[name]
+        launched = {"CAP": cap, "EPILOGUE": epilogue, "num_warps": tiles.warps, "num_stages": tiles.stages}
+        writes = name != "statistics"
         yield Build(
-            f"scaled_exp {width}{capped(cap)}",
-            scaled_exp_kernel,
-            tiles.constants | {"CAP": cap, "num_warps": tiles.warps, "num_stages": tiles.stages},
-            dict.fromkeys(scaled_exp_kernel.arg_names, "i32")
+            f"tiled_product {name} {width}{capped(cap)}",
+            product_kernel,
+            tiles.constants | launched | ({} if writes else {"out": None}),
+            dict.fromkeys(product_kernel.arg_names, "i32")
             | {
                 "hidden": f"tensordesc<bf16[{tiles.rows},{tiles.depth}]>",
                 "weight": f"tensordesc<bf16[{tiles.columns},{tiles.depth}]>",
-                "scaled": f"tensordesc<bf16[{tiles.rows},{tiles.columns // tiles.parts}]>",
-                **{"target_logits": "*fp32", "targets": "*i64", "sums": "*fp32", "c": "fp32"},
+                "out": f"tensordesc<bf16[{tiles.rows},{tiles.columns // tiles.parts}]>",
+                **{"of_rows": of_rows, "c": "fp32"},
             },
             even=("width", "columns", "valid"),
             threads=32 * tiles.warps * tiles.programs,
             programs=tiles.programs,
-            least={"tensor_cores": 1, "tile_loads": 1, "tile_stores": 1},
+            least={"tensor_cores": 1, "tile_loads": 1, "tile_stores": int(writes)},
             is_default=width == 1024 and cap is None,
         )
 
 
-GROUPS = {make.__name__: make for make in (single_pass, surrogate, rows, teacher, topk, sampling_masks, scaled_exp)}
+GROUPS = {make.__name__: make for make in (single_pass, surrogate, rows, teacher, topk, sampling_masks, tiled_product)}
 
 if __name__ == "__main__":
     chip, *names = sys.argv[1:]
