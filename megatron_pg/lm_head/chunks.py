@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 from torch.distributed import Work
+from typing_extensions import override
 
 from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.losses import reader_of
@@ -67,10 +68,11 @@ class Chunks:
     def with_rows(self) -> Iterator[tuple[slice, Tensor, Statistics]]:
         """Each chunk, its logits and its statistics, which the ranks exchange during the product of the next chunk."""
         waiting: deque[tuple[slice, Tensor, Tensor, Work | None]] = deque()
+        at_a_time = min(self._vocabulary.ranks, 2)
         for number, chunk in enumerate(self.slices()):
-            z = self.logits(chunk, number % len(self.buffers))
+            z = self.logits(chunk, number % at_a_time)
             waiting.append((chunk, z, *start_gather(self.reader.statistics(z, chunk), self._vocabulary)))
-            if len(waiting) == len(self.buffers):
+            if len(waiting) == at_a_time:
                 yield self._combined(*waiting.popleft())
         while waiting:
             yield self._combined(*waiting.popleft())
@@ -82,37 +84,34 @@ class Chunks:
 
 
 class TiledChunks(Chunks):
-    """The hidden states of the wanted rows, a block at a time, in place of logits; its reader multiplies them.
+    """Chunks without logits: the reader receives the hidden states of a block of rows, and makes their logits itself.
 
     Args:
         hidden, weight, targets, rows, vocabulary: as in `Chunks`.
     """
 
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None, vocabulary: Vocabulary
-    ):
-        from megatron_pg.lm_head.tiled_reader import TiledReader  # an earlier Triton has no tensor descriptors
+    def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None, vocabulary: Vocabulary):
+        from megatron_pg.lm_head.tiled_reader import TiledReader  # an earlier Triton has no such language
 
-        self._hidden, self._weight, self._rows, self._count = hidden.contiguous(), weight, rows, len(targets)
-        self._vocabulary = vocabulary
-        self.reader = TiledReader(vocabulary, targets, weight)
+        self._hidden, self._rows, self._count = hidden.contiguous(), rows, len(targets)
+        self._vocabulary, self.reader = vocabulary, TiledReader(vocabulary, targets, weight)
         self.rows = products.block_rows(weight, products.ROWS)
-        self.buffers = [hidden] * min(vocabulary.ranks, 2)  # TODO
 
+    @override
     def logits(self, chunk: slice, buffer: int = 0) -> Tensor:
-        """[c, H] hidden states, of which the reader makes the logits."""
+        """[c, H] hidden states of a chunk of the wanted rows."""
         return products.states(self._hidden, self._rows, chunk)
 
 
 def supports_tiles(hidden: Tensor, weight: Tensor, vocabulary: Vocabulary, head: Head, detail: Detail) -> bool:
-    """Whether `TiledChunks` take the logits of a plain loss, on this device, with rows aligned to 16 bytes.
+    """Whether `TiledChunks` apply: the reader is the plain one without a softcap, and a tried chip can copy the tiles.
 
-    On a CPU the interpreter takes float32.
+    Rows of hidden states, weight and gradient start at multiples of 16 bytes. The interpreter multiplies float32.
     """
     if detail is not None or vocabulary.softcap is not None or head.impl != "triton" or head.backward == "split":
         return False
-    width, columns = weight.shape[1], len(weight)
-    if width % 8 or columns % 8 or not weight.is_contiguous() or weight.data_ptr() % 16 or hidden.data_ptr() % 16:
+    sizes = *weight.shape, weight.data_ptr() // 2, hidden.data_ptr() // 2
+    if not weight.is_contiguous() or any(size % 8 for size in sizes):
         return False
     if not weight.is_cuda:
         return weight.dtype == torch.float32
