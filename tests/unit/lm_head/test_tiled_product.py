@@ -172,7 +172,7 @@ def test_far_and_equal_logits_lose_no_digits(dtype):
     hidden = torch.tensor([[1, 0, 0], [1, 1, 0], [1, -1, 0], [1, 1, 1], [0, 0, 0]]).repeat(7, 1)
     hidden = torch.nn.functional.pad(hidden, (0, 5)).to(dtype)
     weight = torch.zeros(96, 8)
-    weight[:, 0], weight[:, 1], weight[32:70, 2] = 1024, torch.arange(96) / 16, -1024
+    weight[:, 0], weight[:, 1], weight[32:70, 2] = 1024, torch.arange(96) / 8, -1024
     weight, targets = weight.to(dtype), torch.arange(35) * 19 % 96
     hidden[:, [0, 2]] *= 1024
     leaves, exact = ([each.to(kind).requires_grad_() for each in (hidden, weight)] for kind in (dtype, torch.float64))
