@@ -175,7 +175,9 @@ def test_far_and_equal_logits_lose_no_digits(dtype):
     weight[:, 0], weight[:, 1], weight[32:70, 2] = 1024, torch.arange(96) / 8, -1024
     weight, targets = weight.to(dtype), torch.arange(35) * 19 % 96
     hidden[:, [0, 2]] *= 1024
-    leaves, exact = ([each.to(kind).requires_grad_() for each in (hidden, weight)] for kind in (dtype, torch.float64))
+    leaves, exact = (
+        [each.to(kind, copy=True).requires_grad_() for each in (hidden, weight)] for kind in (dtype, torch.float64)
+    )
     temperature = math.log2(math.e)
     found = logprobs_and_entropy(*leaves, targets, temperature=temperature)
     log_p = (exact[0] @ exact[1].t() / temperature).log_softmax(1)
