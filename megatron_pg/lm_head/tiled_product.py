@@ -48,7 +48,13 @@ class Tiles:
 
 
 def launch(
-    tiles: Tiles, epilogue: Any, of_rows: tuple, states: Tensor, weight: Tensor, out: Tensor | None, vocabulary: Vocabulary
+    tiles: Tiles,
+    epilogue: Any,
+    of_rows: tuple,
+    states: Tensor,
+    weight: Tensor,
+    out: Tensor | None,
+    vocabulary: Vocabulary,
 ) -> None:
     """Runs `epilogue` on every tile of states @ weight.T.
 

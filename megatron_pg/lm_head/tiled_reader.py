@@ -15,11 +15,11 @@ from typing_extensions import override
 from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.logprobs import RowStatistics
 from megatron_pg.kernels.readers import Slopes
-from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LOWEST
+from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LOWEST, merge
 from megatron_pg.kernels.triton.vocab_parallel import TritonPlainReader, row_factors, row_slopes, slope_of
 from megatron_pg.lm_head.tiled_product import Tiles, launch, store_tile
 
-MERGE = {"ROWS": 16, "TILES": 64}  # of one program at a time
+MERGED = 4  # rows of a program that merges the statistics of all tiles of columns
 
 
 class TiledReader(TritonPlainReader):
@@ -38,10 +38,11 @@ class TiledReader(TritonPlainReader):
     @override
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
         tiles, rows = triton.cdiv(len(self._weight), self._tiles.columns), len(z)
-        parts = torch.empty(tiles, 4, rows, dtype=torch.float32, device=z.device)
+        parts = torch.empty(tiles, rows, 4, dtype=torch.float32, device=z.device)
         self._launch(statistics_tile, (self._targets[chunk], parts), z, None)
         shares = torch.empty(rows, 4, dtype=torch.float32, device=z.device)
-        merge_kernel[(triton.cdiv(rows, MERGE["ROWS"]),)](parts, shares, rows, tiles, **MERGE, **FUSED)
+        options = {"ROWS": MERGED, "TILES": triton.next_power_of_2(tiles), "num_warps": 8} | FUSED
+        merge_kernel[(triton.cdiv(rows, MERGED),)](parts, shares, rows, tiles, **options)
         return shares
 
     @override
@@ -57,7 +58,7 @@ class TiledReader(TritonPlainReader):
 
 @triton.jit
 def statistics_tile(z, out, of_rows, i, j, rows, valid, first, c, PARTS: tl.constexpr, CAP: tl.constexpr):
-    """parts[j] = m, s, t of `kernels.triton.tiles` and the target's logit of each row, 0 where it is not in the tile."""
+    """parts[j] = m, s, t of `kernels.triton.tiles` and the target's logit of each row, 0 where the tile lacks it."""
     targets, parts = of_rows
     M: tl.constexpr = z.shape[0]
     N: tl.constexpr = z.shape[1]
@@ -73,11 +74,11 @@ def statistics_tile(z, out, of_rows, i, j, rows, valid, first, c, PARTS: tl.cons
     peak = tl.maximum(tl.max(z, 1) * c, FLOOR)
     shifted = tl.fma(z, c, -peak[:, None])
     power = tl.exp2(shifted)
-    at = parts + j.to(tl.int64) * 4 * rows + row
-    tl.store(at, peak, here)
-    tl.store(at + rows, tl.sum(power, 1), here)
-    tl.store(at + 2 * rows, tl.sum(power * tl.maximum(shifted, LOWEST), 1), here)
-    tl.store(at + 3 * rows, target_logit, here)
+    part = parts + (j.to(tl.int64) * rows + row) * 4
+    tl.store(part, peak, here)
+    tl.store(part + 1, tl.sum(power, 1), here)
+    tl.store(part + 2, tl.sum(power * tl.maximum(shifted, LOWEST), 1), here)
+    tl.store(part + 3, target_logit, here)
 
 
 @triton.jit
@@ -102,27 +103,13 @@ def gradient_tile(z, out, of_rows, i, j, rows, valid, first, c, PARTS: tl.conste
 
 @triton.jit(do_not_specialize=["rows"])
 def merge_kernel(parts, shares, rows, tiles, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """shares [rows, 4] of the tiles' statistics, `TILES` tiles of `ROWS` rows at a time, in a fixed order."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    m = tl.full((ROWS,), FLOOR, tl.float32)
-    s = tl.zeros((ROWS,), tl.float32)
-    t = tl.zeros((ROWS,), tl.float32)
-    target_logit = tl.zeros((ROWS,), tl.float32)
-    for start in range(0, tiles, TILES):
-        tile = start + tl.arange(0, TILES)
-        here = (tile < tiles)[:, None] & (row < rows)[None, :]
-        at = parts + tile[:, None].to(tl.int64) * 4 * rows + row[None, :]
-        of_tiles = tl.load(at, here, FLOOR)
-        peak = tl.maximum(m, tl.max(of_tiles, 0))
-        scale, scales = tl.exp2(m - peak), tl.exp2(of_tiles - peak[None, :])
-        sums = tl.load(at + rows, here, 0.0)
-        moments = tl.load(at + 2 * rows, here, 0.0) + sums * (of_tiles - peak[None, :])
-        t = (t + s * (m - peak)) * scale + tl.sum(moments * scales, 0)
-        s = s * scale + tl.sum(sums * scales, 0)
-        m = peak
-        target_logit += tl.sum(tl.load(at + 3 * rows, here, 0.0), 0)
-    share = shares + row.to(tl.int64) * 4
-    tl.store(share, m, row < rows)
-    tl.store(share + 1, s, row < rows)
-    tl.store(share + 2, t, row < rows)
-    tl.store(share + 3, target_logit, row < rows)
+    """shares [rows, 4] of the parts [tiles, rows, 4] of all tiles, in a fixed order; `ROWS` rows per program."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tile = tl.arange(0, TILES)[:, None].to(tl.int64)
+    part, here = parts + (tile * rows + row[None, :]) * 4, (tile < tiles) & (row < rows)[None, :]
+    peaks, totals, moments = tl.load(part, here, FLOOR), tl.load(part + 1, here, 0.0), tl.load(part + 2, here, 0.0)
+    m, s, t = tl.reduce((peaks, totals, moments), 0, merge)
+    tl.store(shares + row * 4, m, row < rows)
+    tl.store(shares + row * 4 + 1, s, row < rows)
+    tl.store(shares + row * 4 + 2, t, row < rows)
+    tl.store(shares + row * 4 + 3, tl.sum(tl.load(part + 3, here, 0.0), 0), row < rows)

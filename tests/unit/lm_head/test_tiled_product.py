@@ -1,9 +1,9 @@
-"""Statistics and gradients that the head's product ends in, against float64 formulas; and which heads are left to stored
-chunks of logits."""
+"""Statistics and gradients that the head's product ends in, against float64 formulas; and which heads keep chunks of
+logits."""
 
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import threads
@@ -111,9 +111,7 @@ def run(case: Case, hidden: torch.Tensor, weight: torch.Tensor, fields: TokenFie
     def work(rank: int) -> tuple:
         group = threads.subgroup(lambda r: 0, case.ranks, rank) if case.ranks > 1 else None
         leaves = [each.detach().clone().requires_grad_() for each in (hidden, weight.chunk(case.ranks)[rank])]
-        vocabulary = Vocabulary.of(
-            len(leaves[1]), temperature=case.temperature, vocab_size=case.valid, tp_group=group
-        )
+        vocabulary = Vocabulary.of(len(leaves[1]), temperature=case.temperature, vocab_size=case.valid, tp_group=group)
         total = torch.zeros(leaves[1].shape)
         how = Head(mode="recompute", main_grad=total, **head)
         out = policy_gradient_head_loss(*leaves, policy_loss, vocabulary, how, entropy=True)
@@ -136,7 +134,10 @@ def check(case: Case, dtype: torch.dtype) -> float:
     mask = known[2].mask
     values = (out.loss.detach(), loss), (out.logprobs[mask], logprobs), (out.entropy[mask], entropy)
     rounding = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
-    errors = [float((ours.double() - wanted).abs().max()) / (1e-5 * case.scale) if wanted.numel() else 0 for ours, wanted in values]
+    errors = [
+        float((ours.double() - wanted).abs().max()) / (1e-5 * case.scale) if wanted.numel() else 0
+        for ours, wanted in values
+    ]
     errors += [error(ours, wanted) / rounding for ours, wanted in zip(found, gradients, strict=True)]
     assert max(errors) <= 1, (case, dtype, errors)
     assert not found[0][~mask].any(), case
@@ -146,8 +147,8 @@ def check(case: Case, dtype: torch.dtype) -> float:
 
 @pytest.fixture(autouse=True)
 def launches(monkeypatch):
-    """Several programs, tiles and blocks in every case, on a GPU in real tiles; and what is launched, by one thread at a
-    time, as the interpreter asks for."""
+    """What is launched, by one thread at a time, as the interpreter asks for. Every case has several programs, tiles
+    and blocks; tiles on a GPU are real ones."""
     monkeypatch.setattr(products, "ROWS", 8)
     monkeypatch.setattr(products, "block_rows", lambda _, chunk: max(24 // chunk, 1) * chunk)
     if not CUDA:
@@ -160,16 +161,20 @@ def launches(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_losses_and_gradients_are_those_of_the_formulas(dtype, full, evidence):
     rng, count = random.Random(f"tiles{dtype}"), 200 if full else 4
-    fixed = [Case(), Case(objective="gmpo", ranks=1 if CUDA else 3), Case(objective="reinforce", bonus=False, scale=30.0)]
+    fixed = [
+        Case(),
+        Case(objective="gmpo", ranks=1 if CUDA else 3),
+        Case(objective="reinforce", bonus=False, scale=30.0),
+    ]
     worst = max(check(case, dtype) for case in [*fixed, *(random_case(rng) for _ in range(count))])
     evidence(cases=count + len(fixed), worst=worst, tolerance=1.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_far_and_equal_logits_lose_no_digits(dtype):
-    """Offsets of 2^20, columns 2^20 below the others (a whole tile of them), and rows of equal logits. At this temperature
-    the interpreter, which has no fused multiply-add, rounds nothing either."""
-    hidden = torch.tensor([[1, 0, 0], [1, 1, 0], [1, -1, 0], [1, 1, 1], [0, 0, 0]]).repeat(7, 1)
+    """Offsets of ±2^20, columns 2^20 below the others (a whole tile of them), and rows of equal logits. The interpreter
+    has no fused multiply-add, and rounds no product at this temperature."""
+    hidden = torch.tensor([[1, 0, 0], [1, 1, 0], [1, -1, 0], [-1, 1, 1], [0, 0, 0]]).repeat(7, 1)
     hidden = torch.nn.functional.pad(hidden, (0, 5)).to(dtype)
     weight = torch.zeros(96, 8)
     weight[:, 0], weight[:, 1], weight[32:70, 2] = 1024, torch.arange(96) / 8, -1024
