@@ -103,12 +103,12 @@ class TiledChunks(Chunks):
         return products.states(self._hidden, self._rows, chunk)
 
 
-def supports_tiles(hidden: Tensor, weight: Tensor, vocabulary: Vocabulary, head: Head, detail: Detail) -> bool:
-    """Whether `TiledChunks` apply: the reader is the plain one without a softcap, and a tried chip can copy the tiles.
+def supports_tiles(hidden: Tensor, weight: Tensor, head: Head, detail: Detail) -> bool:
+    """Whether `TiledChunks` apply: the reader is the plain one, and a tried chip can copy the tiles.
 
     Rows of hidden states, weight and gradient start at multiples of 16 bytes. The interpreter multiplies float32.
     """
-    if detail is not None or vocabulary.softcap is not None or head.impl != "triton" or head.backward == "split":
+    if detail is not None or head.impl != "triton" or head.backward == "split":
         return False
     sizes = *weight.shape, weight.data_ptr() // 2, hidden.data_ptr() // 2
     if not weight.is_contiguous() or any(size % 8 for size in sizes):

@@ -161,7 +161,7 @@ def _chunks_of(
     head: Head,
     detail: Detail,
 ) -> Chunks:
-    if supports_tiles(hidden, weight, vocabulary, head, detail):
+    if supports_tiles(hidden, weight, head, detail):
         return TiledChunks(hidden, weight, targets, rows, vocabulary)
     return Chunks(hidden, weight, targets, rows, vocabulary, head.impl, detail)
 

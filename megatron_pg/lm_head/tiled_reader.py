@@ -15,7 +15,7 @@ from typing_extensions import override
 from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.logprobs import RowStatistics
 from megatron_pg.kernels.readers import Slopes
-from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LOWEST, merge
+from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, LOWEST, merge, softcapped, through_cap
 from megatron_pg.kernels.triton.vocab_parallel import TritonPlainReader, row_factors, row_slopes, slope_of
 from megatron_pg.lm_head.tiled_product import Tiles, launch, store_tile
 
@@ -33,7 +33,7 @@ class TiledReader(TritonPlainReader):
     def __init__(self, vocabulary: Vocabulary, targets: Tensor, weight: Tensor):
         super().__init__(vocabulary, targets)
         self._weight = weight
-        self._tiles = Tiles.of_width(weight.shape[1])
+        self._tiles = Tiles.of_width(weight.shape[1], is_capped=vocabulary.softcap is not None)
 
     @override
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
@@ -49,7 +49,7 @@ class TiledReader(TritonPlainReader):
     def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: RowStatistics, slopes: Slopes) -> None:
         by_logprob, by_entropy = (None if slope is None else slope.contiguous() for slope in slopes)
         by_logprob = torch.zeros_like(rows.logprobs) if by_logprob is None else by_logprob
-        of_rows = self._targets[chunk], rows.peaks, rows.totals, rows.entropy, by_logprob, by_entropy
+        of_rows = self._targets[chunk], rows.logprobs, rows.peaks, rows.totals, rows.entropy, by_logprob, by_entropy
         self._launch(gradient_tile, (*of_rows, self._vocabulary.size), z, out)
 
     def _launch(self, epilogue: Any, of_rows: tuple, states: Tensor, out: Tensor | None) -> None:
@@ -65,6 +65,7 @@ def statistics_tile(z, out, of_rows, i, j, rows, valid, first, c, PARTS: tl.cons
     row = i + tl.arange(0, M)
     here = row < rows
     target = (tl.load(targets + row, here, -1) - first - j * N).to(tl.int32)
+    z = softcapped(z, CAP)
     target_logit = tl.zeros((M,), tl.float32)
     holds_target = tl.max(((target >= 0) & (target < N)).to(tl.int32), 0) != 0
     if holds_target | (j * N + N > valid):
@@ -84,17 +85,20 @@ def statistics_tile(z, out, of_rows, i, j, rows, valid, first, c, PARTS: tl.cons
 @triton.jit
 def gradient_tile(z, out, of_rows, i, j, rows, valid, first, c, PARTS: tl.constexpr, CAP: tl.constexpr):
     """out = 2^x (constant + bend x) with x = z c - peak, and a more at the target, as `gradient_kernel` has it."""
-    targets, peaks, totals, entropies, by_logprobs, by_entropies, vocab_size = of_rows
+    targets, logprobs, peaks, totals, entropies, by_logprobs, by_entropies, vocab_size = of_rows
     N: tl.constexpr = z.shape[1]
     row = tl.minimum(i + tl.arange(0, z.shape[0]), rows - 1)
-    target = tl.load(targets + row)
+    target, peak = tl.load(targets + row), tl.load(peaks + row)
     a, e, total = row_slopes(row, target, c, totals, vocab_size, by_logprobs, by_entropies, None)
     constant, bend = row_factors(a, e, tl.load(entropies + row), total)
     target = (target - first - j * N).to(tl.int32)
-    shifted = tl.fma(z, c, -tl.load(peaks + row)[:, None])
-    gradient = slope_of(shifted, constant[:, None], bend[:, None], by_entropies is not None)
+    z = softcapped(z, CAP)
+    gradient = slope_of(tl.fma(z, c, -peak[:, None]), constant[:, None], bend[:, None], by_entropies is not None)
+    gradient = through_cap(gradient, z, CAP)
     holds_target = tl.max(((target >= 0) & (target < N)).to(tl.int32), 0) != 0
     if holds_target | (j * N + N > valid):
+        if CAP is not None:
+            a = through_cap(a, (tl.load(logprobs + row) / LN2 + tl.log2(total) + peak) / c, CAP)
         column = tl.arange(0, N)[None, :]
         gradient = tl.where(column == target[:, None], gradient + a[:, None], gradient)
         gradient = tl.where(column < valid - j * N, gradient, 0.0)

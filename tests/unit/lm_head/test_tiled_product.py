@@ -35,6 +35,7 @@ class Case:
     masked: float = 0.3
     ranks: int = 1
     scale: float = 1.0  # of the hidden states
+    softcap: float | None = None
     seed: int = 0
 
 
@@ -51,6 +52,7 @@ def random_case(rng: random.Random) -> Case:
         masked=rng.choice([0.0, 0.4, 0.9]),
         ranks=ranks,
         scale=rng.choice([1.0, 10.0]),
+        softcap=rng.choice([None, None, 2.5]),
         seed=rng.randrange(2**30),
     )
 
@@ -80,7 +82,9 @@ def expected(case: Case, hidden: torch.Tensor, weight: torch.Tensor, fields: Tok
     both gradients."""
     mask, slots = fields.mask, fields.sequences.slots[fields.mask]
     leaves = [hidden[mask].double().requires_grad_(), weight.double().requires_grad_()]
-    log_p = ((leaves[0] @ leaves[1].t())[:, : case.valid] / case.temperature).log_softmax(1)
+    logits = (leaves[0] @ leaves[1].t())[:, : case.valid]
+    logits = logits if case.softcap is None else case.softcap * (logits / case.softcap).tanh()
+    log_p = (logits / case.temperature).log_softmax(1)
     logprobs = log_p.gather(1, fields.targets[mask][:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(1)
     old, advantages, weights = (v[mask].double() for v in (fields.old_logprobs, fields.advantages, fields.weights))
@@ -111,7 +115,9 @@ def run(case: Case, hidden: torch.Tensor, weight: torch.Tensor, fields: TokenFie
     def work(rank: int) -> tuple:
         group = threads.subgroup(lambda r: 0, case.ranks, rank) if case.ranks > 1 else None
         leaves = [each.detach().clone().requires_grad_() for each in (hidden, weight.chunk(case.ranks)[rank])]
-        vocabulary = Vocabulary.of(len(leaves[1]), temperature=case.temperature, vocab_size=case.valid, tp_group=group)
+        vocabulary = Vocabulary.of(
+            len(leaves[1]), temperature=case.temperature, vocab_size=case.valid, softcap=case.softcap, tp_group=group
+        )
         total = torch.zeros(leaves[1].shape)
         how = Head(mode="recompute", main_grad=total, **head)
         out = policy_gradient_head_loss(*leaves, policy_loss, vocabulary, how, entropy=True)
@@ -223,23 +229,22 @@ def test_a_row_has_the_same_bits_wherever_it_is(dtype):
 
 WEIGHT = torch.randn(96, 16)
 KEPT = {
-    "bfloat16 on a CPU": (WEIGHT.bfloat16(), {}, {}),
-    "split": (WEIGHT.half() if CUDA else WEIGHT, {}, {"backward": "split"}),
-    "torch": (WEIGHT, {}, {"impl": "torch"}),
-    "softcap": (WEIGHT, {"softcap": 30.0}, {}),
-    "columns": (WEIGHT[:90], {}, {}),
-    "width": (torch.randn(96, 12), {}, {}),
-    "alignment": (torch.randn(96 * 16 + 1)[1:].view(96, 16), {}, {}),
-    "strides": (torch.randn(96, 32)[:, :16], {}, {}),
+    "bfloat16 on a CPU": (WEIGHT.bfloat16(), {}),
+    "split": (WEIGHT, {"backward": "split"}),
+    "torch": (WEIGHT, {"impl": "torch"}),
+    "columns": (WEIGHT[:90], {}),
+    "width": (torch.randn(96, 12), {}),
+    "alignment": (torch.randn(96 * 16 + 1)[1:].view(96, 16), {}),
+    "strides": (torch.randn(96, 32)[:, :16], {}),
 }
 
 
 @pytest.mark.skipif(CUDA, reason="of float32, which the interpreter takes")
 @pytest.mark.parametrize("why", [None, *KEPT])
 def test_other_heads_have_stored_logits(why, launches):
-    weight, vocabulary, head = (WEIGHT, {}, {}) if why is None else KEPT[why]
+    weight, head = (WEIGHT, {}) if why is None else KEPT[why]
     hidden = torch.randn(30, weight.shape[1]).to(weight.dtype).requires_grad_()
-    found = logprobs_and_entropy(hidden, weight, torch.arange(30), **vocabulary, **head)
+    found = logprobs_and_entropy(hidden, weight, torch.arange(30), **head)
     found[0].sum().backward()
     assert launches["product_kernel"] == (4 if why is None else 0)  # two blocks of 24 rows, forward and backward
     assert launches["merge_kernel"] == (2 if why is None else 0)
