@@ -153,23 +153,18 @@ def rows_of(
 
 
 def _chunks_of(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    rows: Tensor | None,
-    vocabulary: Vocabulary,
-    head: Head,
-    detail: Detail,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], vocabulary: Vocabulary, head: Head, detail: Detail
 ) -> Chunks:
-    if supports_tiles(hidden, weight, head, detail):
-        return TiledChunks(hidden, weight, targets, rows, vocabulary)
-    return Chunks(hidden, weight, targets, rows, vocabulary, head.impl, detail)
+    """Of hidden states, weight, targets and rows."""
+    if supports_tiles(*tensors[:2], head, detail):
+        return TiledChunks(*tensors, vocabulary)
+    return Chunks(*tensors, vocabulary, head.impl, detail)
 
 
 class _Outputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, rows, vocabulary, head, detail):
-        chunks = _chunks_of(hidden, weight, targets, rows, vocabulary, head, detail)
+        chunks = _chunks_of((hidden, weight, targets, rows), vocabulary, head, detail)
         statistics = chunks.reader.empty(hidden, logits_dtype(hidden))
         for chunk, _, part in chunks.with_rows():
             for values, new in zip(statistics, part, strict=True):
@@ -186,7 +181,7 @@ class _Outputs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, *slopes):
         hidden, weight, targets, rows, *saved = ctx.saved_tensors
-        chunks = _chunks_of(hidden, weight, targets, rows, ctx.vocabulary, ctx.head, ctx.detail)
+        chunks = _chunks_of((hidden, weight, targets, rows), ctx.vocabulary, ctx.head, ctx.detail)
         known = hidden, weight, rows, len(targets), chunks.rows, ctx.head, ctx.needs_input_grad
         gradients = Gradients(*known, parameter=ctx.parameter)
         for chunk in chunks.slices():

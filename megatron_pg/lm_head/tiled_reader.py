@@ -67,19 +67,27 @@ def statistics_tile(z, out, of_rows, i, j, rows, valid, first, c, PARTS: tl.cons
     target = (tl.load(targets + row, here, -1) - first - j * N).to(tl.int32)
     z = softcapped(z, CAP)
     target_logit = tl.zeros((M,), tl.float32)
-    holds_target = tl.max(((target >= 0) & (target < N)).to(tl.int32), 0) != 0
-    if holds_target | (j * N + N > valid):
-        column = tl.arange(0, N)[None, :]
-        z = tl.where(column < valid - j * N, z, float("-inf"))
+    column = tl.arange(0, N)[None, :]
+    if tl.max(((target >= 0) & (target < N)).to(tl.int32), 0) != 0:
         target_logit = tl.sum(tl.where(column == target[:, None], z, 0.0), 1)
-    peak = tl.maximum(tl.max(z, 1) * c, FLOOR)
-    shifted = tl.fma(z, c, -peak[:, None])
-    power = tl.exp2(shifted)
+    if j * N + N > valid:  # z itself must not change: products of registers that are written to wait for each other
+        m, s, t = _moments(tl.where(column < valid - j * N, z, float("-inf")), c)
+    else:
+        m, s, t = _moments(z, c)
     part = parts + (j.to(tl.int64) * rows + row) * 4
-    tl.store(part, peak, here)
-    tl.store(part + 1, tl.sum(power, 1), here)
-    tl.store(part + 2, tl.sum(power * tl.maximum(shifted, LOWEST), 1), here)
+    tl.store(part, m, here)
+    tl.store(part + 1, s, here)
+    tl.store(part + 2, t, here)
     tl.store(part + 3, target_logit, here)
+
+
+@triton.jit
+def _moments(z, c):
+    """m, s and t of the rows of a tile."""
+    m = tl.maximum(tl.max(z, 1) * c, FLOOR)
+    shifted = tl.fma(z, c, -m[:, None])
+    power = tl.exp2(shifted)
+    return m, tl.sum(power, 1), tl.sum(power * tl.maximum(shifted, LOWEST), 1)
 
 
 @triton.jit
@@ -108,12 +116,11 @@ def gradient_tile(z, out, of_rows, i, j, rows, valid, first, c, PARTS: tl.conste
 @triton.jit(do_not_specialize=["rows"])
 def merge_kernel(parts, shares, rows, tiles, ROWS: tl.constexpr, TILES: tl.constexpr):
     """shares [rows, 4] of the parts [tiles, rows, 4] of all tiles, in a fixed order; `ROWS` rows per program."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tile = tl.arange(0, TILES)[:, None].to(tl.int64)
-    part, here = parts + (tile * rows + row[None, :]) * 4, (tile < tiles) & (row < rows)[None, :]
-    peaks, totals, moments = tl.load(part, here, FLOOR), tl.load(part + 1, here, 0.0), tl.load(part + 2, here, 0.0)
-    m, s, t = tl.reduce((peaks, totals, moments), 0, merge)
-    tl.store(shares + row * 4, m, row < rows)
-    tl.store(shares + row * 4 + 1, s, row < rows)
-    tl.store(shares + row * 4 + 2, t, row < rows)
-    tl.store(shares + row * 4 + 3, tl.sum(tl.load(part + 3, here, 0.0), 0), row < rows)
+    tile, at = tl.arange(0, TILES)[:, None], tl.program_id(0).to(tl.int64) * ROWS * 4 + tl.arange(0, ROWS * 4)
+    here = (tile < tiles) & (at < rows * 4)[None, :]
+    part = tl.load(parts + tile.to(tl.int64) * rows * 4 + at[None, :], here, 0.0)
+    pairs = tl.split(tl.reshape(part, (TILES, ROWS, 2, 2)))  # m and t, s and the target's logit
+    (m, t), (s, target_logit) = tl.split(pairs[0]), tl.split(pairs[1])
+    m, s, t = tl.reduce((tl.where(tile < tiles, m, FLOOR), s, t), 0, merge)
+    share = tl.join(tl.join(m, t), tl.join(s, tl.sum(target_logit, 0)))
+    tl.store(shares + at, tl.reshape(share, (ROWS * 4,)), at < rows * 4)

@@ -24,6 +24,7 @@ PATTERNS = {  # of machine code
     "wide_copies": r"LDGSTS\S*\.128",
     "narrow_copies": r"LDGSTS(?!\S*\.128)",
     "tensor_cores": r"\bHGMMA\b",
+    "waits": r"\bHGMMA\b.*\bgsb0\b",
     "tile_loads": r"\bUTMALDG\b",
     "tile_stores": r"\bUTMASTG\b",
 }
@@ -97,6 +98,7 @@ class Build:
         found = {name: len(re.findall(pattern, code)) for name, pattern in PATTERNS.items()}
         found |= {"registers": int(re.search(r"REG:(\d+)", usage)[1]), "shared": built.metadata.shared}
         flaws = [f"{found[name]} {name}" for name, number in self.least.items() if found[name] < number]
+        flaws += ["products that wait for each other"] if found["waits"] > 1 else []
         flaws += ["narrow copies"] if found["narrow_copies"] else []
         flaws += ["registers"] if found["registers"] * self.threads > REGISTERS else []
         flaws += ["shared memory"] if (found["shared"] + RESERVED) * self.programs > SHARED_BYTES else []

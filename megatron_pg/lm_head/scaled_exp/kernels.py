@@ -105,16 +105,17 @@ def scaled_exp_tile(z, scaled, of_rows, i, j, rows, valid, first, c, PARTS: tl.c
     target = (tl.load(targets + row, here, -1) - first - j * N).to(tl.int32)
     if CAP is None:
         e = _exponential(z, c, offset)
+    else:  # of z and e only one fits in the registers
+        z = softcapped(z, CAP)
     holds_target = tl.max(((target >= 0) & (target < N)).to(tl.int32), 0) != 0
     if holds_target | (j * N + N > valid):
         column = tl.arange(0, N)[None, :]
         here_too = (column != target[:, None]) & (column < valid - j * N)
         if CAP is None:
             e = tl.where(here_too, e, 0.0)
-        else:  # of z and e only one fits in the registers
+        else:
             z = tl.where(here_too, z, float("-inf"))
     if CAP is not None:
-        z = softcapped(z, CAP)
         e = _exponential(z, c, offset)
     tl.store(sums + j.to(tl.int64) * rows + row, tl.sum(e, 1), here)
     store_tile(scaled, i, j * N, through_cap(e, z, CAP), PARTS)
