@@ -84,11 +84,7 @@ class Chunks:
 
 
 class TiledChunks(Chunks):
-    """Chunks without logits: the reader receives the hidden states of a block of rows, and makes their logits itself.
-
-    Args:
-        hidden, weight, targets, rows, vocabulary: as in `Chunks`.
-    """
+    """`Chunks` without logits: the reader receives the hidden states of a block of rows and makes the logits."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None, vocabulary: Vocabulary):
         from megatron_pg.lm_head.tiled_reader import TiledReader  # an earlier Triton has no such language

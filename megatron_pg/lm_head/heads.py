@@ -1,5 +1,7 @@
 """All logits in float32 by one product, or log-probabilities and entropies from chunks of logits."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -152,13 +154,12 @@ def rows_of(
     return _Outputs.apply(hidden, weight, targets, rows, vocabulary, head, detail)
 
 
-def _chunks_of(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], vocabulary: Vocabulary, head: Head, detail: Detail
-) -> Chunks:
+def _chunks_of(tensors: Any, vocabulary: Vocabulary, head: Head, detail: Detail) -> Chunks:
     """Of hidden states, weight, targets and rows."""
-    if supports_tiles(*tensors[:2], head, detail):
-        return TiledChunks(*tensors, vocabulary)
-    return Chunks(*tensors, vocabulary, head.impl, detail)
+    hidden, weight, targets, rows = tensors
+    if supports_tiles(hidden, weight, head, detail):
+        return TiledChunks(hidden, weight, targets, rows, vocabulary)
+    return Chunks(hidden, weight, targets, rows, vocabulary, head.impl, detail)
 
 
 class _Outputs(torch.autograd.Function):

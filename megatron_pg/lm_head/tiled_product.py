@@ -56,16 +56,9 @@ def launch(
     out: Tensor | None,
     vocabulary: Vocabulary,
 ) -> None:
-    """Runs `epilogue` on every tile of states @ weight.T.
+    """Runs `epilogue` on every tile of states [c, H] @ weight.T [H, V / tp]; it reads `of_rows` and may write `out`.
 
-    Args:
-        tiles: how the product is cut.
-        epilogue: a Triton function of a tile, see `product_kernel`.
-        of_rows: its tensors [c].
-        states: [c, H] contiguous.
-        weight: [V / tp, H] contiguous; rows of both start at multiples of 16 bytes.
-        out: [c, V / tp] what the epilogue writes, whose rows start at multiples of 16 bytes; None: nothing.
-        vocabulary: of the columns.
+    States and weight are contiguous; their rows and those of `out` start at multiples of 16 bytes.
     """
     t, count, columns = tiles, len(states), len(weight)
     described = (

@@ -4,8 +4,6 @@ Both are those of `kernels.triton.vocab_parallel`, of a tile in registers instea
 leaves three statistics of each of its rows and the target's logit, if the tile holds it.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -39,7 +37,7 @@ class TiledReader(TritonPlainReader):
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
         tiles, rows = triton.cdiv(len(self._weight), self._tiles.columns), len(z)
         parts = torch.empty(tiles, rows, 4, dtype=torch.float32, device=z.device)
-        self._launch(statistics_tile, (self._targets[chunk], parts), z, None)
+        launch(self._tiles, statistics_tile, (self._targets[chunk], parts), z, self._weight, None, self._vocabulary)
         shares = torch.empty(rows, 4, dtype=torch.float32, device=z.device)
         options = {"ROWS": MERGED, "TILES": triton.next_power_of_2(tiles), "num_warps": 8} | FUSED
         merge_kernel[(triton.cdiv(rows, MERGED),)](parts, shares, rows, tiles, **options)
@@ -49,11 +47,8 @@ class TiledReader(TritonPlainReader):
     def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: RowStatistics, slopes: Slopes) -> None:
         by_logprob, by_entropy = (None if slope is None else slope.contiguous() for slope in slopes)
         by_logprob = torch.zeros_like(rows.logprobs) if by_logprob is None else by_logprob
-        of_rows = self._targets[chunk], rows.logprobs, rows.peaks, rows.totals, rows.entropy, by_logprob, by_entropy
-        self._launch(gradient_tile, (*of_rows, self._vocabulary.size), z, out)
-
-    def _launch(self, epilogue: Any, of_rows: tuple, states: Tensor, out: Tensor | None) -> None:
-        launch(self._tiles, epilogue, of_rows, states, self._weight, out, self._vocabulary)
+        of_rows = rows.logprobs, rows.peaks, rows.totals, rows.entropy, by_logprob, by_entropy, self._vocabulary.size
+        launch(self._tiles, gradient_tile, (self._targets[chunk], *of_rows), z, self._weight, out, self._vocabulary)
 
 
 @triton.jit
