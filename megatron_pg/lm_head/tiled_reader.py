@@ -13,10 +13,11 @@ from typing_extensions import override
 from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.logprobs import RowStatistics
 from megatron_pg.kernels.readers import Slopes
-from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, LOWEST, merge, softcapped, through_cap
+from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, merge, softcapped, through_cap
 from megatron_pg.kernels.triton.vocab_parallel import TritonPlainReader, row_factors, row_slopes, slope_of
 from megatron_pg.lm_head.tiled_product import Tiles, launch, store_tile
 
+PADDING = tl.constexpr(-(2.0**64))  # below every logit, and finite: 0 times it is 0
 MERGED = 4  # rows of a program that merges the statistics of all tiles of columns
 
 
@@ -60,29 +61,20 @@ def statistics_tile(z, out, of_rows, i, j, rows, valid, first, c, PARTS: tl.cons
     row = i + tl.arange(0, M)
     here = row < rows
     target = (tl.load(targets + row, here, -1) - first - j * N).to(tl.int32)
-    z = softcapped(z, CAP)
-    target_logit = tl.zeros((M,), tl.float32)
     column = tl.arange(0, N)[None, :]
+    # never in a branch: products wait for each other where their own registers are used in one
+    z = tl.where(column < valid - j * N, softcapped(z, CAP), PADDING)
+    target_logit = tl.zeros((M,), tl.float32)
     if tl.max(((target >= 0) & (target < N)).to(tl.int32), 0) != 0:
         target_logit = tl.sum(tl.where(column == target[:, None], z, 0.0), 1)
-    if j * N + N > valid:  # z itself must not change: products of registers that are written to wait for each other
-        m, s, t = _moments(tl.where(column < valid - j * N, z, float("-inf")), c)
-    else:
-        m, s, t = _moments(z, c)
-    part = parts + (j.to(tl.int64) * rows + row) * 4
-    tl.store(part, m, here)
-    tl.store(part + 1, s, here)
-    tl.store(part + 2, t, here)
-    tl.store(part + 3, target_logit, here)
-
-
-@triton.jit
-def _moments(z, c):
-    """m, s and t of the rows of a tile."""
     m = tl.maximum(tl.max(z, 1) * c, FLOOR)
     shifted = tl.fma(z, c, -m[:, None])
     power = tl.exp2(shifted)
-    return m, tl.sum(power, 1), tl.sum(power * tl.maximum(shifted, LOWEST), 1)
+    part = parts + (j.to(tl.int64) * rows + row) * 4
+    tl.store(part, m, here)
+    tl.store(part + 1, tl.sum(power, 1), here)
+    tl.store(part + 2, tl.sum(power * shifted, 1), here)
+    tl.store(part + 3, target_logit, here)
 
 
 @triton.jit
