@@ -106,8 +106,9 @@ def merge_kernel(parts, shares, rows, tiles, ROWS: tl.constexpr, TILES: tl.const
     tile, at = tl.arange(0, TILES)[:, None], tl.program_id(0).to(tl.int64) * ROWS * 4 + tl.arange(0, ROWS * 4)
     here = (tile < tiles) & (at < rows * 4)[None, :]
     part = tl.load(parts + tile.to(tl.int64) * rows * 4 + at[None, :], here, 0.0)
-    pairs = tl.split(tl.reshape(part, (TILES, ROWS, 2, 2)))  # m and t, s and the target's logit
-    (m, t), (s, target_logit) = tl.split(pairs[0]), tl.split(pairs[1])
+    of_even, of_odd = tl.split(tl.reshape(part, (TILES, ROWS, 2, 2)))
+    m, t = tl.split(of_even)
+    s, target_logit = tl.split(of_odd)
     m, s, t = tl.reduce((tl.where(tile < tiles, m, FLOOR), s, t), 0, merge)
     share = tl.join(tl.join(m, t), tl.join(s, tl.sum(target_logit, 0)))
     tl.store(shares + at, tl.reshape(share, (ROWS * 4,)), at < rows * 4)

@@ -295,6 +295,10 @@ def tiled_product() -> Iterator[Build]:
     variants["statistics"] = tiled_reader.statistics_tile, ("*i64", "*fp32")
     variants["gradient"] = tiled_reader.gradient_tile, (*slopes, "constexpr", "i32")
     variants["gradient with entropy"] = tiled_reader.gradient_tile, (*slopes, "*fp32", "i32")
+    launched = {"ROWS": tiled_reader.MERGED, "TILES": 2048, "num_warps": 8}
+    types = {"parts": "*fp32", "shares": "*fp32", "tiles": "i32"}
+    wide = {"wide_loads": 1}
+    yield Build("tiled_product merge", tiled_reader.merge_kernel, launched, types, least=wide, is_default=True)
     for name, width, cap in itertools.product(variants, (1024, 2048, 4096, 8192), (None, CAP)):
         tiles, (epilogue, of_rows) = Tiles.of_width(width, is_capped=cap is not None), variants[name]
         launched = {"CAP": cap, "EPILOGUE": epilogue, "num_warps": tiles.warps, "num_stages": tiles.stages}
