@@ -61,6 +61,7 @@ def statistics_tile(z, out, of_rows, i, j, rows, valid, first, c, PARTS: tl.cons
     row = i + tl.arange(0, M)
     here = row < rows
     target = (tl.load(targets + row, here, -1) - first - j * N).to(tl.int32)
+    target = tl.where(target < valid - j * N, target, -1)  # another rank's may lie in the part without columns
     column = tl.arange(0, N)[None, :]
     # never in a branch: products wait for each other where their own registers are used in one
     z = tl.where(column < valid - j * N, softcapped(z, CAP), PADDING)
