@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lm_head import Problem, bare, gradient_errors, medians_ms, ours
 from torch import Tensor
 
-from megatron_pg.declarations.choices import AT_ONCE
+from megatron_pg.declarations.choices import HEAD_MODES
 
 TENSOR_PARALLEL = (2, 4)
 
@@ -82,12 +82,12 @@ def exchange_through_the_host() -> None:
 def print_times(widths: list[int], repetitions: int) -> None:
     """Print the table for 8,192 tokens and 151,936 columns; modes and products are interleaved."""
     leave_out_exchanges()
-    print("| tensor parallel | H | products, ms | " + " | ".join(f"`{mode}`" for mode in AT_ONCE) + " |")
+    print("| tensor parallel | H | products, ms | " + " | ".join(f"`{mode}`" for mode in HEAD_MODES) + " |")
     for ranks in TENSOR_PARALLEL:
         for width in widths:
             torch.cuda.empty_cache()
             problem = Problem(8192, tp_group=Shard(ranks), width=width)
-            unit, *times = medians_ms([bare(problem), *(ours(problem, mode=mode) for mode in AT_ONCE)], repetitions)
+            unit, *times = medians_ms([bare(problem), *(ours(problem, mode=mode) for mode in HEAD_MODES)], repetitions)
             cells = " | ".join(f"{time / unit:.2f}" for time in times)
             print(f"| {ranks} | {width} | {unit:.2f} | {cells} |", flush=True)
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.losses import reader_of
 from megatron_pg.kernels.readers import Statistics
 from megatron_pg.kernels.sampling_masks import Restriction
 from megatron_pg.lm_head import products
+from megatron_pg.lm_head.inputs import Head
 from megatron_pg.lm_head.products import logits_dtype, product_into
 from megatron_pg.lm_head.teacher import Teacher, TeacherLogits
 
@@ -69,3 +72,37 @@ class Chunks:
             z = self.logits(chunk)
             shares = self._vocabulary.gather(self.reader.statistics(z, chunk))
             yield chunk, z, self.reader.combine(shares, z, chunk)
+
+
+class TiledChunks(Chunks):
+    """`Chunks` without logits: the reader receives the hidden states of a block of rows and makes the logits."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None, vocabulary: Vocabulary):
+        from megatron_pg.lm_head.tiled_reader import TiledReader  # an earlier Triton has no such language
+
+        self._hidden, self._rows, self._count = hidden.contiguous(), rows, len(targets)
+        self._vocabulary, self.reader = vocabulary, TiledReader(vocabulary, targets, weight)
+        self.rows = products.block_rows(weight, products.ROWS)
+
+    @override
+    def logits(self, chunk: slice) -> Tensor:
+        """[c, H] hidden states of a chunk of the wanted rows."""
+        return products.states(self._hidden, self._rows, chunk)
+
+
+def supports_tiles(hidden: Tensor, weight: Tensor, head: Head, detail: Detail) -> bool:
+    """Whether `TiledChunks` apply: the reader is the plain one, and a tried chip can copy the tiles.
+
+    Rows of hidden states, weight and gradient start at multiples of 16 bytes. The interpreter multiplies float32.
+    """
+    if detail is not None or head.impl != "triton" or head.backward == "split":
+        return False
+    sizes = *weight.shape, weight.data_ptr() // 2, hidden.data_ptr() // 2
+    if not weight.is_contiguous() or any(size % 8 for size in sizes):
+        return False
+    if not weight.is_cuda:
+        return weight.dtype == torch.float32
+    from megatron_pg.kernels.triton.loss import path_on  # torch needs no Triton
+
+    chip = torch.cuda.get_device_capability(weight.device)
+    return weight.dtype.itemsize == 2 and chip == (9, 0) and path_on(weight.device).is_tried

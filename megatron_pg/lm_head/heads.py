@@ -1,5 +1,7 @@
 """All logits in float32 by one product, or log-probabilities and entropies from chunks of logits."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -9,7 +11,7 @@ from megatron_pg.kernels.cross_entropy import CrossEntropy
 from megatron_pg.kernels.sampling_masks import Restriction, check_restriction
 from megatron_pg.kernels.vocabulary import Vocabulary
 from megatron_pg.lm_head import products
-from megatron_pg.lm_head.chunks import Chunks, Detail
+from megatron_pg.lm_head.chunks import Chunks, Detail, TiledChunks, supports_tiles
 from megatron_pg.lm_head.gradients import Gradients
 from megatron_pg.lm_head.inputs import Head, check_head, check_targets, enter
 from megatron_pg.lm_head.products import logits_dtype, product
@@ -152,16 +154,25 @@ def rows_of(
     return _Outputs.apply(hidden, weight, targets, rows, vocabulary, head, detail)
 
 
+def _chunks_of(tensors: Any, vocabulary: Vocabulary, head: Head, detail: Detail) -> Chunks:
+    """Of hidden states, weight, targets and rows."""
+    hidden, weight, targets, rows = tensors
+    if supports_tiles(hidden, weight, head, detail):
+        return TiledChunks(hidden, weight, targets, rows, vocabulary)
+    return Chunks(hidden, weight, targets, rows, vocabulary, head.impl, detail)
+
+
 class _Outputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, rows, vocabulary, head, detail):
-        chunks = Chunks(hidden, weight, targets, rows, vocabulary, head.impl, detail)
+        chunks = _chunks_of((hidden, weight, targets, rows), vocabulary, head, detail)
         statistics = chunks.reader.empty(hidden, logits_dtype(hidden))
         for chunk, _, part in chunks.with_rows():
             for values, new in zip(statistics, part, strict=True):
                 values[chunk] = new
         ctx.save_for_backward(hidden, weight, targets, rows, *statistics)
         ctx.vocabulary, ctx.head, ctx.detail, ctx.parameter = vocabulary, head, detail, weight
+        ctx.set_materialize_grads(False)  # a loss without an entropy needs no products with zeros
         # what is saved must not be an output
         outputs = [values.clone() for values in (*statistics.outputs, statistics.totals)]
         ctx.mark_non_differentiable(outputs[-1])
@@ -171,13 +182,14 @@ class _Outputs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, *slopes):
         hidden, weight, targets, rows, *saved = ctx.saved_tensors
-        chunks = Chunks(hidden, weight, targets, rows, ctx.vocabulary, ctx.head.impl, ctx.detail)
+        chunks = _chunks_of((hidden, weight, targets, rows), ctx.vocabulary, ctx.head, ctx.detail)
         known = hidden, weight, rows, len(targets), chunks.rows, ctx.head, ctx.needs_input_grad
         gradients = Gradients(*known, parameter=ctx.parameter)
         for chunk in chunks.slices():
             z = chunks.logits(chunk)
             of_chunk = chunks.reader.record(*(values[chunk] for values in saved))
             out = gradients.buffer(chunk, z)
-            chunks.reader.write_gradient(z, out, chunk, of_chunk, tuple(slope[chunk] for slope in slopes[:-1]))
+            of_loss = tuple(None if slope is None else slope[chunk] for slope in slopes[:-1])
+            chunks.reader.write_gradient(z, out, chunk, of_chunk, of_loss)
             gradients.take(chunk, z)
         return *gradients.finish(), None, None, None, None, None

@@ -24,6 +24,7 @@ PATTERNS = {  # of machine code
     "wide_copies": r"LDGSTS\S*\.128",
     "narrow_copies": r"LDGSTS(?!\S*\.128)",
     "tensor_cores": r"\bHGMMA\b",
+    "waits": r"\bHGMMA\b.*\bgsb0\b",
     "tile_loads": r"\bUTMALDG\b",
     "tile_stores": r"\bUTMASTG\b",
 }
@@ -96,6 +97,7 @@ class Build:
         found = {name: len(re.findall(pattern, code)) for name, pattern in PATTERNS.items()}
         found |= {"registers": int(re.search(r"REG:(\d+)", usage)[1]), "shared": built.metadata.shared}
         flaws = [f"{found[name]} {name}" for name, number in self.least.items() if found[name] < number]
+        flaws += ["products that wait for each other"] if found["waits"] > 1 else []
         flaws += ["narrow copies"] if found["narrow_copies"] else []
         flaws += ["registers"] if found["registers"] * self.threads > REGISTERS else []
         flaws += ["shared memory"] if (found["shared"] + RESERVED) * self.programs > SHARED_BYTES else []
@@ -288,32 +290,45 @@ def sampling_masks() -> Iterator[Build]:
         )
 
 
-def scaled_exp() -> Iterator[Build]:
-    """The product of the fused head's mode of that name: tensor cores, whole tiles."""
-    from megatron_pg.lm_head.scaled_exp.kernels import Tiles, scaled_exp_kernel
+def tiled_product() -> Iterator[Build]:
+    """The fused head's products with an epilogue: tensor cores, whole tiles."""
+    from megatron_pg.lm_head import tiled_reader
+    from megatron_pg.lm_head.scaled_exp.kernels import scaled_exp_tile
+    from megatron_pg.lm_head.tiled_product import Tiles, product_kernel
 
-    for width, cap in itertools.product((1024, 2048, 4096, 8192), (None, CAP)):
-        tiles = Tiles.of_width(width, is_capped=cap is not None)
+    slopes = "*i64", *["*fp32"] * 5
+    variants = {"scaled_exp": (scaled_exp_tile, ("*fp32", "*i64", "*fp32"))}
+    variants["statistics"] = tiled_reader.statistics_tile, ("*i64", "*fp32")
+    variants["gradient"] = tiled_reader.gradient_tile, (*slopes, "constexpr", "i32")
+    variants["gradient with entropy"] = tiled_reader.gradient_tile, (*slopes, "*fp32", "i32")
+    launched = {"ROWS": tiled_reader.MERGED, "TILES": 2048, "num_warps": 8}
+    types = {"parts": "*fp32", "shares": "*fp32", "tiles": "i32"}
+    wide = {"wide_loads": 1}
+    yield Build("tiled_product merge", tiled_reader.merge_kernel, launched, types, least=wide, is_default=True)
+    for name, width, cap in itertools.product(variants, (1024, 2048, 4096, 8192), (None, CAP)):
+        tiles, (epilogue, of_rows) = Tiles.of_width(width, is_capped=cap is not None), variants[name]
+        launched = {"CAP": cap, "EPILOGUE": epilogue, "num_warps": tiles.warps, "num_stages": tiles.stages}
+        writes = name != "statistics"
         yield Build(
-            f"scaled_exp {width}{capped(cap)}",
-            scaled_exp_kernel,
-            tiles.constants | {"CAP": cap, "num_warps": tiles.warps, "num_stages": tiles.stages},
-            dict.fromkeys(scaled_exp_kernel.arg_names, "i32")
+            f"tiled_product {name} {width}{capped(cap)}",
+            product_kernel,
+            tiles.constants | launched | ({} if writes else {"out": None}),
+            dict.fromkeys(product_kernel.arg_names, "i32")
             | {
                 "hidden": f"tensordesc<bf16[{tiles.rows},{tiles.depth}]>",
                 "weight": f"tensordesc<bf16[{tiles.columns},{tiles.depth}]>",
-                "scaled": f"tensordesc<bf16[{tiles.rows},{tiles.columns // tiles.parts}]>",
-                **{"target_logits": "*fp32", "targets": "*i64", "sums": "*fp32", "c": "fp32"},
+                "out": f"tensordesc<bf16[{tiles.rows},{tiles.columns // tiles.parts}]>",
+                **{"of_rows": of_rows, "c": "fp32"},
             },
             even=("width", "columns", "valid"),
             threads=32 * tiles.warps * tiles.programs,
             programs=tiles.programs,
-            least={"tensor_cores": 1, "tile_loads": 1, "tile_stores": 1},
+            least={"tensor_cores": 1, "tile_loads": 1, "tile_stores": int(writes)},
             is_default=width == 1024 and cap is None,
         )
 
 
-GROUPS = {make.__name__: make for make in (single_pass, surrogate, rows, teacher, topk, sampling_masks, scaled_exp)}
+GROUPS = {make.__name__: make for make in (single_pass, surrogate, rows, teacher, topk, sampling_masks, tiled_product)}
 
 if __name__ == "__main__":
     chip, *names = sys.argv[1:]

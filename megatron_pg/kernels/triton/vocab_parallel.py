@@ -357,7 +357,7 @@ def _tile_gradient(tile, column, target, c, factors, BENDS: tl.constexpr, KIND: 
 
 
 @triton.jit
-def _slopes(row, target, c, totals, vocab_size, by_logprobs, by_entropies, grad_loss):
+def row_slopes(row, target, c, totals, vocab_size, by_logprobs, by_entropies, grad_loss):
     """a and e of the gradient of a row, and its total.
 
     a (delta_j - p_j) - e p_j (log p_j + H),   a, e = by_logprobs, by_entropies times grad_loss c ln2
@@ -444,7 +444,7 @@ def gradient_kernel(
 ):
     """One block of one row: 2^x (constant + bend x) with x = z c - peak, and a more at the target; z are capped.
 
-    Constant, bend and a are factors [rows, 3]; without them they are those of `_slopes` and `row_factors`. Without
+    Constant, bend and a are factors [rows, 3]; without them they are those of `row_slopes` and `row_factors`. Without
     `totals`, too, `peaks` are the results of `token_loss_kernel`, one pointer that the host binds instead of four.
     The last row comes first: `statistics_kernel` read it last, so it may still be in the L2 cache.
     """
@@ -461,7 +461,7 @@ def gradient_kernel(
         by_logprobs = peaks + 7 * rows
         peaks += 2 * rows
     if factors is None:
-        a, e, total = _slopes(row, target, c, totals, vocab_size, by_logprobs, by_entropies, grad_loss)
+        a, e, total = row_slopes(row, target, c, totals, vocab_size, by_logprobs, by_entropies, grad_loss)
         is_read = is_read & ((a != 0) | (e != 0))
     target -= first
     z_start, lead = _row_start(row, logits_stride, WALK)

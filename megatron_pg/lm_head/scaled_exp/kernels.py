@@ -1,54 +1,21 @@
 """The steps of mode "scaled_exp" as kernels: a product that ends in exponentials, and the steps on rows around it.
 
-The product is persistent: a program takes one tile of rows and columns after the other, and the next tile is copied
-while a tile ends. `GROUP` tiles of rows are taken for each tile of columns, so that repeated reads hit the L2 cache.
 The target and padding are masked in the few tiles that hold any.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.triton.tiles import FUSED, LN2, softcapped, through_cap
 from megatron_pg.lm_head.scaled_exp.head import HEADROOM, LIMIT, Part, ScaledExp, ScaledExpOutput
+from megatron_pg.lm_head.tiled_product import Tiles, launch, store_tile
 
 _HEADROOM, _LIMIT, _MOST = tl.constexpr(HEADROOM), tl.constexpr(LIMIT), tl.constexpr(2.0**LIMIT)
 ROWS = 128  # of a program that reads one number of each
 WIDTH = 1024  # of a row that one program reads at a time
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """How the product is cut into tiles."""
-
-    rows: int = 128
-    columns: int = 256
-    depth: int = 64
-    group: int = 8
-    parts: int = 2  # that a tile is stored in; each takes its columns of shared memory
-    warps: int = 8
-    stages: int = 3
-    programs: int = 1  # per multiprocessor: while one of two ends its tile, the other one multiplies
-
-    @classmethod
-    def of_width(cls, width: int, *, is_capped: bool = False) -> "Tiles":
-        """The fastest measured on an H200 (docs/benchmarks.md): the end of a tile costs less the wider its sums are.
-
-        Only the narrow tile has registers for a softcap.
-        """
-        if width < 4096 or is_capped:
-            return cls(columns=128, warps=4, programs=2)
-        return cls() if width < 8192 else cls(group=16)
-
-    @property
-    def constants(self) -> dict[str, int]:
-        """The kernel's compile-time constants."""
-        return {"M": self.rows, "N": self.columns, "K": self.depth, "GROUP": self.group, "PARTS": self.parts}
 
 
 class TritonScaledExp(ScaledExp):
@@ -69,18 +36,10 @@ class TritonScaledExp(ScaledExp):
     def product(self, rows: Part) -> Tensor:
         """By a kernel; the sums of its tiles' sums in a fixed order."""
         states, scaled, targets, target_logits = rows
-        t, (count, columns) = self._tiles, scaled.shape
-        tiles = triton.cdiv(count, t.rows), triton.cdiv(columns, t.columns)
-        sums = torch.empty(tiles[1], count, dtype=torch.float32, device=states.device)
-        described = (
-            TensorDescriptor.from_tensor(states, [t.rows, t.depth]),
-            TensorDescriptor.from_tensor(self._weight.detach(), [t.columns, t.depth]),
-            TensorDescriptor.from_tensor(scaled, [t.rows, t.columns // t.parts]),
-        )
-        sizes = count, columns, self._vocabulary.valid, states.shape[1], self._vocabulary.first, self._scale
-        options = t.constants | {"num_warps": t.warps, "num_stages": t.stages, "CAP": self._vocabulary.softcap} | FUSED
-        launch = scaled_exp_kernel[(min(tiles[0] * tiles[1], t.programs * _multiprocessors(states.device)),)]
-        launch(*described, target_logits, targets, sums, *sizes, **options)
+        tiles = triton.cdiv(scaled.shape[1], self._tiles.columns)
+        sums = torch.empty(tiles, len(states), dtype=torch.float32, device=states.device)
+        of_rows = target_logits, targets, sums
+        launch(self._tiles, scaled_exp_tile, of_rows, states, self._weight, scaled, self._vocabulary)
         return sums.sum(dim=0)
 
     def logprobs(self, shares: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,11 +72,6 @@ class TritonScaledExp(ScaledExp):
         lost_kernel[grid](*tensors, total, *sizes, BLOCK=WIDTH, **FUSED)
 
 
-def _multiprocessors(device: torch.device) -> int:
-    """Few through the interpreter, so that programs take several tiles."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-
-
 @triton.jit(do_not_specialize=["first"])
 def target_kernel(
     hidden, weight, rows, targets, target_logits, valid, first, width, c, CAP: tl.constexpr, BLOCK: tl.constexpr
@@ -142,66 +96,35 @@ def _exponential(z, c, offset):
     return tl.exp2(tl.minimum(tl.fma(z, c, -offset[:, None]), _LIMIT, propagate_nan=tl.PropagateNan.ALL))
 
 
-@triton.jit(do_not_specialize=["rows", "first"])
-def scaled_exp_kernel(
-    hidden,
-    weight,
-    scaled,
-    target_logits,
-    targets,
-    sums,
-    rows,
-    columns,
-    valid,
-    width,
-    first,
-    c,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
-    CAP: tl.constexpr,
-):
+@triton.jit
+def scaled_exp_tile(z, scaled, of_rows, i, j, rows, valid, first, c, PARTS: tl.constexpr, CAP: tl.constexpr):
     """scaled[i, j] = 2^(c z_ij - target_logits[i] - 60), 0 at targets and padding, and unrounded sums of them.
 
     The sums are [tiles of columns, rows]. With a softcap what is stored is multiplied by dz/dx.
     """
-    tiles_m, tiles_n = tl.cdiv(rows, M), tl.cdiv(columns, N)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        group = tile // (GROUP * tiles_n)
-        size = tl.minimum(tiles_m - group * GROUP, GROUP)
-        i = (group * GROUP + tile % (GROUP * tiles_n) % size) * M
-        j = tile % (GROUP * tiles_n) // size
-        z = tl.zeros((M, N), tl.float32)
-        for k in range(0, width, K):
-            z = tl.dot(hidden.load([i, k]), weight.load([j * N, k]).T, z)
-        row = i + tl.arange(0, M)
-        here = row < rows
-        offset = tl.load(target_logits + row, here, 0.0) + _HEADROOM
-        target = (tl.load(targets + row, here, -1) - first - j * N).to(tl.int32)
+    target_logits, targets, sums = of_rows
+    M: tl.constexpr = z.shape[0]
+    N: tl.constexpr = z.shape[1]
+    row = i + tl.arange(0, M)
+    here = row < rows
+    offset = tl.load(target_logits + row, here, 0.0) + _HEADROOM
+    target = (tl.load(targets + row, here, -1) - first - j * N).to(tl.int32)
+    if CAP is None:
+        e = _exponential(z, c, offset)
+    else:  # of z and e only one fits in the registers
+        z = softcapped(z, CAP)
+    holds_target = tl.max(((target >= 0) & (target < N)).to(tl.int32), 0) != 0
+    if holds_target | (j * N + N > valid):
+        column = tl.arange(0, N)[None, :]
+        here_too = (column != target[:, None]) & (column < valid - j * N)
         if CAP is None:
-            e = _exponential(z, c, offset)
-        holds_target = tl.max(((target >= 0) & (target < N)).to(tl.int32), 0) != 0
-        if holds_target | (j * N + N > valid):
-            column = tl.arange(0, N)[None, :]
-            here_too = (column != target[:, None]) & (column < valid - j * N)
-            if CAP is None:
-                e = tl.where(here_too, e, 0.0)
-            else:  # of z and e only one fits in the registers
-                z = tl.where(here_too, z, float("-inf"))
-        if CAP is not None:
-            z = softcapped(z, CAP)
-            e = _exponential(z, c, offset)
-        tl.store(sums + j.to(tl.int64) * rows + row, tl.sum(e, 1), here)
-        e = through_cap(e, z, CAP)
-        dtype: tl.constexpr = scaled.dtype
-        if PARTS == 1:
-            scaled.store([i, j * N], e.to(dtype))
+            e = tl.where(here_too, e, 0.0)
         else:
-            left, right = tl.split(tl.permute(tl.reshape(e, (M, 2, N // 2)), (0, 2, 1)))
-            scaled.store([i, j * N], left.to(dtype))
-            scaled.store([i, j * N + N // 2], right.to(dtype))
+            z = tl.where(here_too, z, float("-inf"))
+    if CAP is not None:
+        e = _exponential(z, c, offset)
+    tl.store(sums + j.to(tl.int64) * rows + row, tl.sum(e, 1), here)
+    store_tile(scaled, i, j * N, through_cap(e, z, CAP), PARTS)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -158,10 +158,10 @@ def test_nan_is_not_mistaken_for_a_far_token(where, impl, dtype):
 @pytest.mark.parametrize(("rows", "columns", "valid", "width"), [(50, 96, 96, 40), (33, 96, 70, 16), (7, 40, 39, 64)])
 def test_tiles_that_rows_columns_and_width_do_not_fill(rows, columns, valid, width, parts, monkeypatch):
     """Several programs with several tiles each; every tile of columns holds targets, and the last one padding."""
-    from megatron_pg.lm_head.scaled_exp import kernels as scaled_exp
+    from megatron_pg.lm_head.tiled_product import Tiles
 
-    tiles = scaled_exp.Tiles(rows=16, columns=32, depth=16, group=2, parts=parts, warps=4, stages=2)
-    monkeypatch.setattr(scaled_exp.Tiles, "of_width", lambda *_, **__: tiles)
+    tiles = Tiles(rows=16, columns=32, depth=16, group=2, parts=parts, warps=4, stages=2)
+    monkeypatch.setattr(Tiles, "of_width", lambda *_, **__: tiles)
     monkeypatch.setattr(products, "block_rows", lambda *_: 48)
     hidden, weight = torch.randn(rows, width), torch.randn(columns, width) * width**-0.5
     fields = fields_of(rows, valid, ref_logprobs=torch.full((rows,), -5.0))
@@ -223,7 +223,7 @@ def test_launches_and_collectives_of_a_micro_batch(ranks, monkeypatch):
     found = threads.run(ranks, work)
     blocks = 3  # of 8, 8 and 4 rows
     assert launches["target_kernel"] == ranks
-    for name in ("scaled_exp_kernel", "weigh_kernel", "surrogate_kernel", "scatter_kernel"):
+    for name in ("product_kernel", "weigh_kernel", "surrogate_kernel", "scatter_kernel"):
         assert launches[name] == blocks * ranks
     assert launches["lost_kernel"] == ranks
     assert collectives.count("all_gather_into_tensor") == (blocks * ranks if ranks > 1 else 0)
