@@ -51,7 +51,8 @@ class Shape:
     @property
     def options(self) -> dict[str, int]:
         """What the kernel is launched with, besides its arguments."""
-        return {"num_warps": self.tiling.threads // 32, "maxnreg": self.registers}
+        row = self.tiling
+        return {"num_warps": row.threads // row.blocks // 32, "num_ctas": row.blocks, "maxnreg": self.registers}
 
     @property
     def shared_bytes(self) -> int:

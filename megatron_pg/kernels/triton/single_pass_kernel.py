@@ -35,6 +35,7 @@ from megatron_pg.kernels.triton.tiles import (
     values,
 )
 
+PAIR_UP = gl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $2;")
 WORDS = gl.constexpr(4)  # of 32 bits, per thread and tile: 16 bytes, the widest load of a thread
 # Triton 3.6 has other names for these.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -52,6 +53,7 @@ class Tiling(NamedTuple):
     kept: int  # tiles in registers
     streamed: int  # tiles in flight at a time, of those that fit nowhere; 0 if all fit
     ahead: bool = False  # the fields of a row are loaded while the row before it is written
+    blocks: int = 1  # of a cluster, which share a row: each has its part of every tile
 
 
 @gluon.jit
@@ -66,16 +68,13 @@ def _column_gradient(z, column_terms, BONUS: gl.constexpr):
 
 
 @gluon.jit
-def _tile_gradient(
-    words, column_terms, dtype: gl.constexpr, KIND: gl.constexpr, layout: gl.constexpr, BONUS: gl.constexpr
-):
-    """The gradient of a tile's columns rounded to `dtype`, in the order of the logits."""
+def _tile_gradient(words, column_terms, dtype: gl.constexpr, KIND: gl.constexpr, BONUS: gl.constexpr):
+    """The gradient of a tile's words rounded to `dtype`, or of paired logits to pairs of bfloat16."""
     logits = values(words, KIND)
     low = through_cap(_column_gradient(logits[0], column_terms, BONUS), logits[0], KIND.cap)
     if len(logits) == 2:
         high = through_cap(_column_gradient(logits[1], column_terms, BONUS), logits[1], KIND.cap)
-        both = gl.join(low, high).to(dtype)
-        return gl.convert_layout(gl.reshape(both, (low.shape[0], 2 * low.shape[1])), layout, assert_trivial=True)
+        return gl.inline_asm_elementwise(PAIR_UP, "=r,r,r", [high, low], gl.int32, is_pure=True, pack=1)
     else:
         return low.to(dtype)
 
@@ -118,7 +117,6 @@ class Places(NamedTuple):
     slots: Any  # one tile each
     words: Any  # offsets in a tile
     group_words: Any  # in a group of tiles
-    columns: Any  # in the gradient of a tile
 
 
 class NextRow(NamedTuple):
@@ -138,25 +136,53 @@ class RowGradient(NamedTuple):
     key: Any  # of `_opaque`
 
 
+@gluon.constexpr_function
+def _split(blocks, rank):
+    """The part of a layout that splits its first dimension over the blocks of a cluster."""
+    return [[1 << i, 0][:rank] for i in range(blocks.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def _vectors(row):
+    """The layout of a tile."""
+    warps = row.threads // row.blocks // 32
+    return gl.BlockedLayout([1, WORDS.value], [32, 1], [warps, 1], [1, 0], _split(row.blocks, 2))
+
+
+@gluon.constexpr_function
+def _one_each(row):
+    """The layout of one number of each block."""
+    return gl.BlockedLayout([1], [32], [row.threads // row.blocks // 32], [0], _split(row.blocks, 1))
+
+
+@gluon.constexpr_function
+def _shared(row):
+    """The layout of a tile in shared memory."""
+    return gl.SwizzledSharedLayout(WORDS.value, 1, 1, [1, 0], _split(row.blocks, 2))
+
+
 @gluon.jit
-def _places(word: gl.constexpr, ROW: gl.constexpr, COLUMNS: gl.constexpr):
-    """The `Places` of tiles of `word`s; the gradient of a thread's vector has `COLUMNS`."""
+def _places(word: gl.constexpr, ROW: gl.constexpr):
+    """The `Places` of tiles of `word`s."""
     THREADS: gl.constexpr = ROW.threads
-    shared: gl.constexpr = gl.SwizzledSharedLayout(WORDS, 1, 1, [1, 0])
+    OF_BLOCK: gl.constexpr = ROW.threads // ROW.blocks
+    shared: gl.constexpr = _shared(ROW)
     groups = gl.allocate_shared_memory(word, [ROW.groups, ROW.per_group * THREADS, WORDS], shared)
     if REINTERPRETS:
         slots = groups.reinterpret(word, [ROW.groups * ROW.per_group, THREADS, WORDS], shared)
     else:
         slots = groups._reinterpret(word, [ROW.groups * ROW.per_group, THREADS, WORDS], shared)
-    layout: gl.constexpr = gl.BlockedLayout([1, WORDS], [32, 1], [THREADS // 32, 1], [1, 0])
+    layout: gl.constexpr = _vectors(ROW)
     thread: gl.constexpr = gl.SliceLayout(1, layout)
     in_thread = gl.arange(0, WORDS, layout=gl.SliceLayout(0, layout))[None, :]
     words = gl.arange(0, THREADS, layout=thread)[:, None] * WORDS + in_thread
-    group_words = gl.arange(0, ROW.per_group * THREADS, layout=thread)[:, None] * WORDS + in_thread
-    g_layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS], [32, 1], [THREADS // 32, 1], [1, 0])
-    columns = gl.arange(0, THREADS, layout=gl.SliceLayout(1, g_layout))[:, None] * COLUMNS
-    columns = columns + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, g_layout))[None, :]
-    return Places(groups, slots, words, group_words, columns)
+    vector = gl.arange(0, ROW.per_group * THREADS, layout=thread)
+    if ROW.blocks > 1:  # the vectors of a block are its part of the first tile, of the second, ...
+        IN_GROUP: gl.constexpr = ROW.per_group * OF_BLOCK
+        tile = vector % IN_GROUP // OF_BLOCK
+        vector = tile * THREADS + vector // IN_GROUP * OF_BLOCK + vector % OF_BLOCK
+    group_words = vector[:, None] * WORDS + in_thread
+    return Places(groups, slots, words, group_words)
 
 
 @gluon.jit
@@ -204,8 +230,6 @@ def _stream_gradients(
 ):
     """Write the gradient of the words that fit nowhere, backwards: the words read last are read again first."""
     dtype: gl.constexpr = g_row.dtype.element_ty
-    layout: gl.constexpr = places.columns.type.layout
-    PAIR: gl.constexpr = 2 if KIND.is_pair else 1
     TILE: gl.constexpr = ROW.threads * WORDS
     COUNT: gl.constexpr = ROW.streamed
     after = (ROW.groups * ROW.per_group + ROW.kept) * TILE
@@ -217,9 +241,9 @@ def _stream_gradients(
         limit = gl.where(ahead >= after, width - ahead, 0)
         coming = _load_tiles(z_row + ahead, places.words, limit, KIND, TILE, 0, COUNT)
         for k in gl.static_range(COUNT):
-            at = (start + k * TILE) * PAIR
-            out = _tile_gradient(tiles[k], column_terms, dtype, KIND, layout, BONUS)
-            gl.store(g_row + at, out, mask=places.columns < width * PAIR - at)
+            at = start + k * TILE
+            out = _tile_gradient(tiles[k], column_terms, dtype, KIND, BONUS)
+            gl.store(g_row + at, out, mask=places.words < width - at)
         tiles = coming
         start = ahead
 
@@ -258,45 +282,42 @@ def _read_first_row(
 
 @gluon.jit
 def _write_outside_shared(
-    source, g_row, columns, gradient, kept, places, KIND: gl.constexpr, BONUS: gl.constexpr, ROW: gl.constexpr
+    source, g_row, width, gradient, kept, places, KIND: gl.constexpr, BONUS: gl.constexpr, ROW: gl.constexpr
 ):
     """Write the gradient of what is not in shared memory: kept tiles, then streamed ones.
 
     A gradient that is 0 is written over the whole row, so that the groups have nothing to write.
     """
     dtype: gl.constexpr = g_row.dtype.element_ty
-    layout: gl.constexpr = places.columns.type.layout
-    PAIR: gl.constexpr = 2 if KIND.is_pair else 1
     TILE: gl.constexpr = ROW.threads * WORDS
     SLOTS: gl.constexpr = ROW.groups * ROW.per_group
     KEPT: gl.constexpr = ROW.kept
     if gradient.moves:
         for k in gl.static_range(KEPT):
-            at = (SLOTS + k) * TILE * PAIR
+            at = (SLOTS + k) * TILE
             words = _opaque(kept[k], gradient.key, KIND)
-            out = _tile_gradient(words, gradient.column_terms, dtype, KIND, layout, BONUS)
-            gl.store(g_row + at, out, mask=places.columns < columns - at)
+            out = _tile_gradient(words, gradient.column_terms, dtype, KIND, BONUS)
+            gl.store(g_row + at, out, mask=places.words < width - at)
         if ROW.streamed > 0:
             z_words, row, z_stride = source
             z_words = z_words + row * z_stride + places.words
-            _stream_gradients(z_words, g_row, places, columns // PAIR, gradient.column_terms, KIND, BONUS, ROW)
+            _stream_gradients(z_words, g_row, places, width, gradient.column_terms, KIND, BONUS, ROW)
     else:
-        zeros = gl.full((ROW.threads, WORDS * PAIR), 0.0, dtype, layout)
-        for start in range(0, columns, TILE * PAIR):
-            gl.store(g_row + start, zeros, mask=places.columns < columns - start)
+        zeros = gl.full((ROW.threads, WORDS), 0, dtype, places.words.type.layout)
+        for start in range(0, width, TILE):
+            gl.store(g_row + start, zeros, mask=places.words < width - start)
 
 
 @gluon.jit
-def _write_slot(slot, places, g_row, columns, gradient, KIND: gl.constexpr, BONUS: gl.constexpr, MASKED: gl.constexpr):
+def _write_slot(slot, places, g_row, width, gradient, KIND: gl.constexpr, BONUS: gl.constexpr, MASKED: gl.constexpr):
     """Write the gradient of a tile of shared memory; `MASKED`: the row may end within it."""
-    TILE: gl.constexpr = places.columns.shape[0] * places.columns.shape[1]
+    TILE: gl.constexpr = places.words.shape[0] * WORDS
     dtype: gl.constexpr = g_row.dtype.element_ty
-    layout: gl.constexpr = places.columns.type.layout
     at = slot * TILE
     words = places.slots.index(slot).load(places.words.type.layout)
-    out = _tile_gradient(words, gradient.column_terms, dtype, KIND, layout, BONUS)
+    out = _tile_gradient(words, gradient.column_terms, dtype, KIND, BONUS)
     if MASKED:
-        gl.store(g_row + at, out, mask=places.columns < columns - at)
+        gl.store(g_row + at, out, mask=places.words < width - at)
     else:
         gl.store(g_row + at, out)
 
@@ -305,7 +326,7 @@ def _write_slot(slot, places, g_row, columns, gradient, KIND: gl.constexpr, BONU
 def _exchange_groups(
     following,
     g_row,
-    columns,
+    width,
     gradient,
     kept,
     places,
@@ -324,10 +345,8 @@ def _exchange_groups(
     LAG: gl.constexpr = ROW.lag
     KEPT: gl.constexpr = ROW.kept
     ALL_SHARED: gl.constexpr = ROW.kept == 0 and ROW.streamed == 0  # then a row may end within shared memory
-    PAIR: gl.constexpr = 2 if KIND.is_pair else 1
     TILE: gl.constexpr = ROW.threads * WORDS
     c = gradient.column_terms[0]
-    width = columns // PAIR
     statistics = _no_statistics(places, ROW)
     for g in gl.static_range(GROUPS):
         if g >= LAG:
@@ -335,7 +354,7 @@ def _exchange_groups(
         for tile in range(PER):
             if gradient.moves:
                 slot = g * PER + tile
-                _write_slot(slot, places, g_row, columns, gradient, KIND, BONUS, MASKED=ALL_SHARED)
+                _write_slot(slot, places, g_row, width, gradient, KIND, BONUS, MASKED=ALL_SHARED)
             if g >= LAG:
                 if following.live:
                     slot = (g - LAG) * PER + tile
@@ -401,15 +420,59 @@ def _load_token(row, live, source, KIND: gl.constexpr, KL: gl.constexpr, BONUS: 
 
 
 @gluon.jit
-def _row_loss(statistics, token, of_loss, TOKEN_KERNEL: gl.constexpr, KL: gl.constexpr, BONUS: gl.constexpr):
+def _wait_for_cluster():
+    """A barrier for the blocks of a cluster, which orders their accesses to global memory."""
+    barrier: gl.constexpr = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.u32 $0, $1;"
+    gl.inline_asm_elementwise(barrier, "=r,r", [gl.program_id(0)], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _of_row(statistics, shares, ROW: gl.constexpr):
+    """The statistics of the row: its threads meet here, once, and its blocks, through their `shares` in global memory.
+
+    The hardware starts the blocks of a cluster together, so none waits for one that has no multiprocessor.
+    """
+    if ROW.blocks == 1:
+        return gl.reduce(statistics, 0, merge)
+    else:
+        m, s, t = statistics
+        BLOCKS: gl.constexpr = ROW.blocks
+        parts: gl.constexpr = (ROW.blocks, ROW.threads // ROW.blocks)
+        m, s, t = gl.reduce((m.reshape(parts), s.reshape(parts), t.reshape(parts)), 1, merge)
+        share = shares + 3 * gl.arange(0, ROW.blocks, layout=m.type.layout)
+        gl.store(share, m)
+        gl.store(share + 1, s)
+        gl.store(share + 2, t)
+        _wait_for_cluster()
+        m = gl.load(shares, volatile=True)
+        s = gl.load(shares + 1, volatile=True)
+        t = gl.load(shares + 2, volatile=True)
+        for block in gl.static_range(1, BLOCKS):
+            at = shares + 3 * block
+            m, s, t = merge(
+                m, s, t, gl.load(at, volatile=True), gl.load(at + 1, volatile=True), gl.load(at + 2, volatile=True)
+            )
+        return m, s, t
+
+
+@gluon.jit
+def _row_loss(
+    statistics,
+    shares,
+    token,
+    of_loss,
+    TOKEN_KERNEL: gl.constexpr,
+    KL: gl.constexpr,
+    BONUS: gl.constexpr,
+    ROW: gl.constexpr,
+):
     """The results of a row, and of its gradient slope, peak, factor, bend and key.
 
     With `total` the sum of 2^(z c - peak), the probability of a column is 2^x / total.
     """
     c, numbers, coefficients, grad_scale, zero = of_loss
-    m, s, t = statistics
     _, target_logit, values_of_row = token
-    peak, total, shifted = gl.reduce((m, s, t), 0, merge)  # the threads of the row meet here, once
+    peak, total, shifted = _of_row(statistics, shares, ROW)
     logprob, entropy = logprob_and_entropy(peak, total, shifted, target_logit, c)
     policy, slope = TOKEN_KERNEL(logprob, values_of_row.old_logprob, values_of_row.advantage, numbers)
     loss, slope, bend, kl = loss_terms(policy, slope, logprob, entropy, values_of_row, coefficients, KL, BONUS)
@@ -428,6 +491,7 @@ def _row_loss(statistics, token, of_loss, TOKEN_KERNEL: gl.constexpr, KL: gl.con
 @gluon.jit
 def _finish_row(
     results,
+    shares,
     rows,
     row,
     statistics,
@@ -438,6 +502,7 @@ def _finish_row(
     KL: gl.constexpr,
     BONUS: gl.constexpr,
     ENTROPY: gl.constexpr,
+    ROW: gl.constexpr,
 ):
     """Store the results of a row, 0 if it is masked, and return its `RowGradient`.
 
@@ -455,7 +520,9 @@ def _finish_row(
     entropy = 0.0
     key = 0
     if live:
-        found, slope, peak, factor, bend, key = _row_loss(statistics, token, of_loss, TOKEN_KERNEL, KL, BONUS)
+        found, slope, peak, factor, bend, key = _row_loss(
+            statistics, shares + row * (3 * ROW.blocks), token, of_loss, TOKEN_KERNEL, KL, BONUS, ROW
+        )
         policy, loss, logprob, log_ratio, entropy, kl = found
     gl.store(results + row, policy)
     gl.store(results + rows + row, loss)
@@ -474,7 +541,7 @@ def _finish_row(
 def _write_row(
     source,
     g_row,
-    columns,
+    width,
     token,
     gradient,
     following,
@@ -487,9 +554,10 @@ def _write_row(
 ):
     """Write the gradient of a row and start to read the next one in its place: statistics so far, and kept tiles."""
     TILE: gl.constexpr = ROW.threads * WORDS
-    g_columns = g_row + places.columns
+    g_words = g_row.to(gl.pointer_type(gl.int32), bitcast=True) if KIND.is_pair else g_row
+    g_words += places.words
     # 1. The gradient of what is not in shared memory. The registers of the kept tiles are free then.
-    _write_outside_shared(source, g_columns, columns, gradient, kept, places, KIND, BONUS, ROW)
+    _write_outside_shared(source, g_words, width, gradient, kept, places, KIND, BONUS, ROW)
     if ROW.streamed == 0:
         kept = _load_tiles(
             following.words + places.words,
@@ -501,15 +569,20 @@ def _write_row(
             ROW.kept,
         )
     # 2. The gradient of each group, and in its place the next row.
-    statistics = _exchange_groups(following, g_columns, columns, gradient, kept, places, KIND, BONUS, ENTROPY, ROW)
+    statistics = _exchange_groups(following, g_words, width, gradient, kept, places, KIND, BONUS, ENTROPY, ROW)
     # 3. The target's column, without whose own part another thread has written it above: the barrier orders the two
     #    stores. Its logit was loaded before anything was written.
     if gradient.moves:
         target, target_logit, _ = token
         thread_barrier()
         p = _column_gradient(target_logit, gradient.column_terms, BONUS)
-        out = through_cap(p - gradient.slope, target_logit, KIND.cap)
-        gl.store(g_row + target, out.to(g_row.dtype.element_ty))
+        out = through_cap(p - gradient.slope, target_logit, KIND.cap).to(g_row.dtype.element_ty)
+        if ROW.blocks == 1:
+            gl.store(g_row + target, out)
+        else:  # by the block that has it
+            block = gl.arange(0, ROW.blocks, layout=_one_each(ROW))
+            COLUMNS: gl.constexpr = ROW.threads // ROW.blocks * WORDS * (2 if KIND.is_pair else 1)
+            gl.store(g_row + target + 0 * block, out, mask=target // COLUMNS % ROW.blocks == block)
     return statistics, kept
 
 
@@ -520,6 +593,7 @@ def single_pass_kernel(
     targets,
     fields,
     results,
+    shares,
     rows,
     columns,
     logits_stride,
@@ -542,7 +616,7 @@ def single_pass_kernel(
     """
     PAIR: gl.constexpr = 2 if KIND.is_pair else 1  # columns of a word
     word: gl.constexpr = gl.int32 if KIND.is_pair else logits.dtype.element_ty
-    places = _places(word, ROW, WORDS * PAIR)
+    places = _places(word, ROW)
     z_words = logits.to(gl.pointer_type(word))
     z_stride = logits_stride // PAIR
     width = columns // PAIR
@@ -559,8 +633,8 @@ def single_pass_kernel(
     while row < rows:
         if not ROW.ahead:
             token = _load_token(row, live, of_token, KIND, KL, BONUS)
-        of_row = (results, rows, row, statistics, token, live, of_loss)
-        gradient = _finish_row(*of_row, TOKEN_KERNEL, KL, BONUS, ENTROPY)
+        of_row = (results, shares, rows, row, statistics, token, live, of_loss)
+        gradient = _finish_row(*of_row, TOKEN_KERNEL, KL, BONUS, ENTROPY, ROW)
         after = row + gl.num_programs(0)
         live = gl.load(fields.mask + after, mask=after < rows, other=0) != 0
         limit = gl.where(live, width, 0)
@@ -568,7 +642,7 @@ def single_pass_kernel(
         g_row = gradients + row * gradients_stride
         source = (z_words, row, z_stride)
         statistics, kept = _write_row(
-            source, g_row, columns, token, gradient, following, kept, places, KIND, BONUS, ENTROPY, ROW
+            source, g_row, width, token, gradient, following, kept, places, KIND, BONUS, ENTROPY, ROW
         )
         if ROW.ahead:
             token = _load_token(after, live, of_token, KIND, KL, BONUS)
