@@ -33,20 +33,19 @@ class Shape:
         if row_bytes <= 20 * 2048:
             tiles = -(-row_bytes // 2048)
             groups, per_group, lag = (5, 1, 2) if tiles <= 5 else (5, 2, 2) if tiles <= 10 else (10, 2, 3)
-            return cls(Tiling(128, groups, per_group, lag, kept=0, streamed=0, ahead=True), programs=5, registers=96)
+            return cls(Tiling(128, groups, per_group, lag, kept=0, ahead=True), programs=5, registers=96)
         if row_bytes <= 20 * 4096:
             kept = -(-row_bytes // 4096) - 10
-            return cls(Tiling(256, groups=10, per_group=1, lag=6, kept=kept, streamed=0), programs=3, registers=80)
+            return cls(Tiling(256, groups=10, per_group=1, lag=6, kept=kept), programs=3, registers=80)
         if row_bytes <= 38 * 4096:
             kept = -(-row_bytes // 4096) - 20
-            return cls(Tiling(256, groups=5, per_group=4, lag=2, kept=kept, streamed=0), programs=2, registers=128)
-        if row_bytes <= (42 if is_capped else 46) * 8192:
-            tiles = -(-row_bytes // 8192)
-            groups = min(7, (tiles - 1) // 4)
-            lag, kept = min(4, groups - 2), tiles - 4 * groups
-            return cls(Tiling(512, groups, per_group=4, lag=lag, kept=kept, streamed=0), programs=1, registers=128)
-        lag, kept, streamed = (3, 14 if is_capped else 18, 5) if itemsize == 4 else (2, 14 if is_capped else 16, 4)
-        return cls(Tiling(512, groups=7, per_group=4, lag=lag, kept=kept, streamed=streamed), programs=1, registers=128)
+            return cls(Tiling(256, groups=5, per_group=4, lag=2, kept=kept), programs=2, registers=128)
+        blocks = triton.next_power_of_2(-(-row_bytes // ((42 if is_capped else 44) * 8192)))
+        tiles = -(-row_bytes // (8192 * blocks))
+        groups = min(7, (tiles - 1) // 4)
+        lag, kept = min(4, groups - 2), tiles - 4 * groups
+        tiling = Tiling(512 * blocks, groups, per_group=4, lag=lag, kept=kept, blocks=blocks)
+        return cls(tiling, programs=1, registers=128)
 
     @property
     def options(self) -> dict[str, int]:
@@ -56,8 +55,8 @@ class Shape:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a program, without that of its reductions."""
-        return self.tiling.groups * self.tiling.per_group * self.tiling.threads * 16
+        """Shared memory of a block, without that of its reductions."""
+        return self.tiling.groups * self.tiling.per_group * self.tiling.threads // self.tiling.blocks * 16
 
 
 _REDUCTION_BYTES = 512
@@ -117,8 +116,9 @@ def loss_and_gradient(
     valid, temperature = vocabulary.valid, vocabulary.temperature
     shape = Shape.of_row(valid, logits.element_size(), is_capped=vocabulary.softcap is not None)
     if most_programs is None:
-        most_programs = shape.programs * multiprocessors(logits.device)
-    tensors = logits, gradient, policy_loss.fields.targets.contiguous(), field_pointers(policy_loss), out
+        most_programs = shape.programs * multiprocessors(logits.device) // shape.tiling.blocks
+    shares = out.new_empty(rows, shape.tiling.blocks, 3) if shape.tiling.blocks > 1 else out
+    tensors = logits, gradient, policy_loss.fields.targets.contiguous(), field_pointers(policy_loss), out, shares
     sizes = rows, valid, logits.stride(0), gradient.stride(0), math.log2(math.e) / temperature
     scale = grad_scale / policy_loss.terms.grad_divisor / temperature
     kind = Kind(logits.dtype == torch.bfloat16, vocabulary.softcap)

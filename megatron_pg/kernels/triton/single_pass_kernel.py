@@ -51,7 +51,6 @@ class Tiling(NamedTuple):
     per_group: int  # tiles of a group
     lag: int  # groups between the copy of a group and its first use
     kept: int  # tiles in registers
-    streamed: int  # tiles in flight at a time, of those that fit nowhere; 0 if all fit
     ahead: bool = False  # the fields of a row are loaded while the row before it is written
     blocks: int = 1  # of a cluster, which share a row: each has its part of every tile
 
@@ -207,48 +206,6 @@ def _accumulate_slot(
 
 
 @gluon.jit
-def _stream_statistics(
-    statistics, z_row, places, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, ROW: gl.constexpr
-):
-    """Add the words that fit nowhere, with the next `streamed` tiles always in flight."""
-    TILE: gl.constexpr = ROW.threads * WORDS
-    COUNT: gl.constexpr = ROW.streamed
-    after = (ROW.groups * ROW.per_group + ROW.kept) * TILE
-    m, s, t = statistics
-    tiles = _load_tiles(z_row + after, places.words, width - after, KIND, TILE, 0, COUNT)
-    for start in range(after, width, COUNT * TILE):
-        ahead = start + COUNT * TILE
-        coming = _load_tiles(z_row + ahead, places.words, width - ahead, KIND, TILE, 0, COUNT)
-        m, s, t = accumulate(m, s, t, tiles, c, KIND, ENTROPY)
-        tiles = coming
-    return m, s, t
-
-
-@gluon.jit
-def _stream_gradients(
-    z_row, g_row, places, width, column_terms, KIND: gl.constexpr, BONUS: gl.constexpr, ROW: gl.constexpr
-):
-    """Write the gradient of the words that fit nowhere, backwards: the words read last are read again first."""
-    dtype: gl.constexpr = g_row.dtype.element_ty
-    TILE: gl.constexpr = ROW.threads * WORDS
-    COUNT: gl.constexpr = ROW.streamed
-    after = (ROW.groups * ROW.per_group + ROW.kept) * TILE
-    groups = gl.cdiv(width - after, COUNT * TILE)
-    start = after + (groups - 1) * (COUNT * TILE)
-    tiles = _load_tiles(z_row + start, places.words, width - start, KIND, TILE, 0, COUNT)
-    for _ in range(groups):
-        ahead = start - COUNT * TILE
-        limit = gl.where(ahead >= after, width - ahead, 0)
-        coming = _load_tiles(z_row + ahead, places.words, limit, KIND, TILE, 0, COUNT)
-        for k in gl.static_range(COUNT):
-            at = start + k * TILE
-            out = _tile_gradient(tiles[k], column_terms, dtype, KIND, BONUS)
-            gl.store(g_row + at, out, mask=places.words < width - at)
-        tiles = coming
-        start = ahead
-
-
-@gluon.jit
 def _read_first_row(
     source, live, limit, places, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, ROW: gl.constexpr
 ):
@@ -274,34 +231,24 @@ def _read_first_row(
             statistics = _accumulate_slot(statistics, slot, places, width, c, KIND, ENTROPY, MASKED=True)
         for k in gl.static_range(KEPT):
             statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
-        if ROW.streamed > 0:
-            z_tile = z_row + places.words
-            statistics = _stream_statistics(statistics, z_tile, places, width, c, KIND, ENTROPY, ROW)
     return kept, statistics
 
 
 @gluon.jit
-def _write_outside_shared(
-    source, g_row, width, gradient, kept, places, KIND: gl.constexpr, BONUS: gl.constexpr, ROW: gl.constexpr
-):
-    """Write the gradient of what is not in shared memory: kept tiles, then streamed ones.
+def _write_kept(g_row, width, gradient, kept, places, KIND: gl.constexpr, BONUS: gl.constexpr, ROW: gl.constexpr):
+    """Write the gradient of the kept tiles.
 
     A gradient that is 0 is written over the whole row, so that the groups have nothing to write.
     """
     dtype: gl.constexpr = g_row.dtype.element_ty
     TILE: gl.constexpr = ROW.threads * WORDS
-    SLOTS: gl.constexpr = ROW.groups * ROW.per_group
     KEPT: gl.constexpr = ROW.kept
     if gradient.moves:
         for k in gl.static_range(KEPT):
-            at = (SLOTS + k) * TILE
+            at = (ROW.groups * ROW.per_group + k) * TILE
             words = _opaque(kept[k], gradient.key, KIND)
             out = _tile_gradient(words, gradient.column_terms, dtype, KIND, BONUS)
             gl.store(g_row + at, out, mask=places.words < width - at)
-        if ROW.streamed > 0:
-            z_words, row, z_stride = source
-            z_words = z_words + row * z_stride + places.words
-            _stream_gradients(z_words, g_row, places, width, gradient.column_terms, KIND, BONUS, ROW)
     else:
         zeros = gl.full((ROW.threads, WORDS), 0, dtype, places.words.type.layout)
         for start in range(0, width, TILE):
@@ -344,7 +291,7 @@ def _exchange_groups(
     PER: gl.constexpr = ROW.per_group
     LAG: gl.constexpr = ROW.lag
     KEPT: gl.constexpr = ROW.kept
-    ALL_SHARED: gl.constexpr = ROW.kept == 0 and ROW.streamed == 0  # then a row may end within shared memory
+    ALL_SHARED: gl.constexpr = ROW.kept == 0  # then a row may end within shared memory
     TILE: gl.constexpr = ROW.threads * WORDS
     c = gradient.column_terms[0]
     statistics = _no_statistics(places, ROW)
@@ -359,7 +306,7 @@ def _exchange_groups(
                 if following.live:
                     slot = (g - LAG) * PER + tile
                     statistics = _accumulate_slot(statistics, slot, places, width, c, KIND, ENTROPY, ALL_SHARED)
-        if g > 0 and ROW.streamed == 0:  # the kept tiles of the next row, spread over the groups
+        if g > 0:  # the kept tiles of the next row, spread over the groups
             if following.live:
                 for k in gl.static_range((g - 1) * KEPT // (GROUPS - 1), g * KEPT // (GROUPS - 1)):
                     statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
@@ -371,35 +318,24 @@ def _exchange_groups(
 
 @gluon.jit
 def _finish_next_row(
-    statistics, kept, following, places, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, ROW: gl.constexpr
+    statistics, following, places, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, ROW: gl.constexpr
 ):
-    """The rest of the next row's statistics: its last `lag` groups, each as soon as its copy is complete, late tiles.
+    """The rest of the next row's statistics: its last `lag` groups, each as soon as its copy is complete.
 
-    The streamed tiles come first, because the kept tiles get their registers. A masked row is copied as zeros, which
-    must land before the copies of the row after it start.
+    A masked row is copied as zeros, which must land before the copies of the row after it start.
     """
     GROUPS: gl.constexpr = ROW.groups
     PER: gl.constexpr = ROW.per_group
     LAG: gl.constexpr = ROW.lag
-    KEPT: gl.constexpr = ROW.kept
-    TILE: gl.constexpr = ROW.threads * WORDS
-    ALL_SHARED: gl.constexpr = ROW.kept == 0 and ROW.streamed == 0
-    if ROW.streamed > 0:
-        z_words = following.words + places.words
-        if following.live:
-            statistics = _stream_statistics(statistics, z_words, places, width, c, KIND, ENTROPY, ROW)
-        kept = _load_tiles(z_words, places.words, following.limit, KIND, TILE, GROUPS * PER, KEPT)
+    ALL_SHARED: gl.constexpr = ROW.kept == 0
     if following.live:
         for g in gl.static_range(GROUPS - LAG, GROUPS):
             async_copy.wait_group(GROUPS - 1 - g)
             for tile in range(PER):
                 statistics = _accumulate_slot(statistics, g * PER + tile, places, width, c, KIND, ENTROPY, ALL_SHARED)
-        if ROW.streamed > 0:
-            for k in gl.static_range(KEPT):
-                statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
     else:
         async_copy.wait_group(0)
-    return statistics, kept
+    return statistics
 
 
 @gluon.jit
@@ -539,7 +475,6 @@ def _finish_row(
 
 @gluon.jit
 def _write_row(
-    source,
     g_row,
     width,
     token,
@@ -556,18 +491,10 @@ def _write_row(
     TILE: gl.constexpr = ROW.threads * WORDS
     g_words = g_row.to(gl.pointer_type(gl.int32), bitcast=True) if KIND.is_pair else g_row
     g_words += places.words
-    # 1. The gradient of what is not in shared memory. The registers of the kept tiles are free then.
-    _write_outside_shared(source, g_words, width, gradient, kept, places, KIND, BONUS, ROW)
-    if ROW.streamed == 0:
-        kept = _load_tiles(
-            following.words + places.words,
-            places.words,
-            following.limit,
-            KIND,
-            TILE,
-            ROW.groups * ROW.per_group,
-            ROW.kept,
-        )
+    # 1. The gradient of the kept tiles, whose registers are free then.
+    _write_kept(g_words, width, gradient, kept, places, KIND, BONUS, ROW)
+    SLOTS: gl.constexpr = ROW.groups * ROW.per_group
+    kept = _load_tiles(following.words + places.words, places.words, following.limit, KIND, TILE, SLOTS, ROW.kept)
     # 2. The gradient of each group, and in its place the next row.
     statistics = _exchange_groups(following, g_words, width, gradient, kept, places, KIND, BONUS, ENTROPY, ROW)
     # 3. The target's column, without whose own part another thread has written it above: the barrier orders the two
@@ -640,11 +567,10 @@ def single_pass_kernel(
         limit = gl.where(live, width, 0)
         following = NextRow(z_words + after * z_stride, live, limit)
         g_row = gradients + row * gradients_stride
-        source = (z_words, row, z_stride)
         statistics, kept = _write_row(
-            source, g_row, width, token, gradient, following, kept, places, KIND, BONUS, ENTROPY, ROW
+            g_row, width, token, gradient, following, kept, places, KIND, BONUS, ENTROPY, ROW
         )
         if ROW.ahead:
             token = _load_token(after, live, of_token, KIND, KL, BONUS)
-        statistics, kept = _finish_next_row(statistics, kept, following, places, width, c, KIND, ENTROPY, ROW)
+        statistics = _finish_next_row(statistics, following, places, width, c, KIND, ENTROPY, ROW)
         row = after
