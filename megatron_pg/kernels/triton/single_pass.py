@@ -117,8 +117,7 @@ def loss_and_gradient(
     shape = Shape.of_row(valid, logits.element_size(), is_capped=vocabulary.softcap is not None)
     if most_programs is None:
         most_programs = shape.programs * multiprocessors(logits.device) // shape.tiling.blocks
-    shares = out.new_empty(rows, shape.tiling.blocks, 3) if shape.tiling.blocks > 1 else out
-    tensors = logits, gradient, policy_loss.fields.targets.contiguous(), field_pointers(policy_loss), out, shares
+    tensors = logits, gradient, policy_loss.fields.targets.contiguous(), field_pointers(policy_loss), out
     sizes = rows, valid, logits.stride(0), gradient.stride(0), math.log2(math.e) / temperature
     scale = grad_scale / policy_loss.terms.grad_divisor / temperature
     kind = Kind(logits.dtype == torch.bfloat16, vocabulary.softcap)

@@ -35,6 +35,27 @@ from megatron_pg.kernels.triton.tiles import (
     values,
 )
 
+# An inbox has two slots: a barrier in shared memory, then 16 bytes for each of at most 8 blocks. A slot is full when its
+# barrier has counted the bytes of all messages, which a block's first thread announces.
+SLOT = gl.constexpr(16 + 16 * 8)
+OPEN = gl.constexpr(
+    "{ .shared .align 16 .b8 inbox[288]; .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
+    "mov.u32 $0, %cluster_ctarank; mov.u32 $1, inbox; @p mbarrier.init.shared::cta.b64 [$1], 1; "
+    "@p mbarrier.init.shared::cta.b64 [$1 + 144], 1; @p fence.mbarrier_init.release.cluster; "
+    "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; }"
+)
+SEND = gl.constexpr(  # by thread i to block i
+    "{ .reg .pred p; .reg .u32 t, to, full; mov.u32 t, %tid.x; setp.lt.u32 p, t, $2; "
+    "@p mapa.shared::cluster.u32 full, $1, t; mov.u32 to, %cluster_ctarank; mad.lo.u32 to, to, 16, full; "
+    "@p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to + 16], {$3, $4, $5, $6}, [full]; "
+    "mov.u32 $0, 0; }"
+)
+WAIT = gl.constexpr(
+    "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
+    "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], $2; "
+    "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$1], $3; @!p bra again; mov.u32 $0, 0; }"
+)
+READ = gl.constexpr("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];")
 PAIR_UP = gl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $2;")
 WORDS = gl.constexpr(4)  # of 32 bits, per thread and tile: 16 bytes, the widest load of a thread
 # Triton 3.6 has other names for these.
@@ -126,9 +147,18 @@ class NextRow(NamedTuple):
     limit: Any  # words that are read
 
 
+class Cluster(NamedTuple):
+    """In a kernel, the blocks that share a row, as one of them has them."""
+
+    rank: Any  # of the block
+    inbox: Any  # address of its shared memory for what the others send
+    turn: Any  # number of exchanges modulo 4
+
+
 class RowGradient(NamedTuple):
     """In a kernel, what the gradient of a row is made of."""
 
+    target_logit: Any
     slope: Any  # of the loss by the log-probability
     moves: Any  # False: the gradient is 0, for instance where the objective clips
     column_terms: Any  # c, and peak, factor and bend of `_column_gradient`
@@ -158,6 +188,18 @@ def _one_each(row):
 def _shared(row):
     """The layout of a tile in shared memory."""
     return gl.SwizzledSharedLayout(WORDS.value, 1, 1, [1, 0], _split(row.blocks, 2))
+
+
+@gluon.jit
+def _cluster(ROW: gl.constexpr):
+    """The `Cluster` before its first exchange, when the inboxes of all blocks are open."""
+    if ROW.blocks == 1:
+        return Cluster(0, 0, 0)
+    else:
+        rank, inbox = gl.inline_asm_elementwise(
+            OPEN, "=r,=&r,r", [gl.program_id(0)], (gl.int32, gl.int32), is_pure=False, pack=1
+        )
+        return Cluster(rank, inbox, 0)
 
 
 @gluon.jit
@@ -339,8 +381,19 @@ def _finish_next_row(
 
 
 @gluon.jit
-def _load_token(row, live, source, KIND: gl.constexpr, KL: gl.constexpr, BONUS: gl.constexpr):
+def _owner(column, KIND: gl.constexpr, ROW: gl.constexpr):
+    """The block of the cluster that has a column."""
+    COLUMNS: gl.constexpr = ROW.threads // ROW.blocks * WORDS * (2 if KIND.is_pair else 1)
+    return column // COLUMNS % ROW.blocks
+
+
+@gluon.jit
+def _load_token(
+    row, live, source, rank, KIND: gl.constexpr, KL: gl.constexpr, BONUS: gl.constexpr, ROW: gl.constexpr
+):
     """Column and logit of the target, and the values of the loss terms; 0 where the row is not live.
+
+    The logit is 0 in a block that does not have it, because the one that does may overwrite it at any time.
 
     A target outside the vocabulary has the logit NaN, so loss and gradient of its row are NaN, and no address outside
     the row is read.
@@ -350,51 +403,52 @@ def _load_token(row, live, source, KIND: gl.constexpr, KL: gl.constexpr, BONUS: 
     exists = (target >= 0) & (target < columns)
     column = gl.where(exists, target, 0)
     at = logits + row * logits_stride + column
-    logit = softcapped(gl.load(at, mask=live, other=0.0).to(gl.float32), KIND.cap)
+    here = live & (_owner(column, KIND, ROW) == rank)
+    logit = softcapped(gl.load(at, mask=here, other=0.0).to(gl.float32), KIND.cap)
     logit = gl.where(exists, logit, float("nan"))
     return column, logit, load_values(fields, row, live, KL, BONUS)
 
 
 @gluon.jit
-def _wait_for_cluster():
-    """A barrier for the blocks of a cluster, which orders their accesses to global memory."""
-    barrier: gl.constexpr = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.u32 $0, $1;"
-    gl.inline_asm_elementwise(barrier, "=r,r", [gl.program_id(0)], gl.int32, is_pure=False, pack=1)
+def _of_row(statistics, target_logit, cluster, ROW: gl.constexpr):
+    """The statistics of the row, where its threads meet, once, and its blocks; and the logit of the target.
 
-
-@gluon.jit
-def _of_row(statistics, shares, ROW: gl.constexpr):
-    """The statistics of the row: its threads meet here, once, and its blocks, through their `shares` in global memory.
-
-    The hardware starts the blocks of a cluster together, so none waits for one that has no multiprocessor.
+    Every block sends its own to the shared memory of all. Turns alternate between two slots, so a slot is written again
+    only by a block that has received what others sent after they read it. The hardware starts the blocks of a cluster
+    together, so none waits for one that has no multiprocessor.
     """
     if ROW.blocks == 1:
-        return gl.reduce(statistics, 0, merge)
+        m, s, t = gl.reduce(statistics, 0, merge)
     else:
         m, s, t = statistics
         BLOCKS: gl.constexpr = ROW.blocks
         parts: gl.constexpr = (ROW.blocks, ROW.threads // ROW.blocks)
         m, s, t = gl.reduce((m.reshape(parts), s.reshape(parts), t.reshape(parts)), 1, merge)
-        share = shares + 3 * gl.arange(0, ROW.blocks, layout=m.type.layout)
-        gl.store(share, m)
-        gl.store(share + 1, s)
-        gl.store(share + 2, t)
-        _wait_for_cluster()
-        m = gl.load(shares, volatile=True)
-        s = gl.load(shares + 1, volatile=True)
-        t = gl.load(shares + 2, volatile=True)
+        slot = cluster.inbox + cluster.turn % 2 * SLOT
+        sent = [slot, BLOCKS, m, s, t, target_logit]
+        gl.inline_asm_elementwise(SEND, "=r,r,r,f,f,f,f", sent, gl.int32, is_pure=False, pack=1)
+        awaited = [slot, 16 * BLOCKS, cluster.turn // 2]
+        gl.inline_asm_elementwise(WAIT, "=r,r,r,r", awaited, gl.int32, is_pure=False, pack=1)
+        m, s, t, target_logit = _message(slot, 0)
         for block in gl.static_range(1, BLOCKS):
-            at = shares + 3 * block
-            m, s, t = merge(
-                m, s, t, gl.load(at, volatile=True), gl.load(at + 1, volatile=True), gl.load(at + 2, volatile=True)
-            )
-        return m, s, t
+            m2, s2, t2, logit = _message(slot, block)
+            m, s, t = merge(m, s, t, m2, s2, t2)
+            target_logit += logit  # 0 of the blocks that do not have it
+    return m, s, t, target_logit
+
+
+@gluon.jit
+def _message(slot, block):
+    """What a block has sent."""
+    return gl.inline_asm_elementwise(
+        READ, "=f,=f,=f,=f,r", [slot + 16 + 16 * block], (gl.float32,) * 4, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
 def _row_loss(
     statistics,
-    shares,
+    cluster,
     token,
     of_loss,
     TOKEN_KERNEL: gl.constexpr,
@@ -408,7 +462,7 @@ def _row_loss(
     """
     c, numbers, coefficients, grad_scale, zero = of_loss
     _, target_logit, values_of_row = token
-    peak, total, shifted = _of_row(statistics, shares, ROW)
+    peak, total, shifted, target_logit = _of_row(statistics, target_logit, cluster, ROW)
     logprob, entropy = logprob_and_entropy(peak, total, shifted, target_logit, c)
     policy, slope = TOKEN_KERNEL(logprob, values_of_row.old_logprob, values_of_row.advantage, numbers)
     loss, slope, bend, kl = loss_terms(policy, slope, logprob, entropy, values_of_row, coefficients, KL, BONUS)
@@ -421,16 +475,16 @@ def _row_loss(
         factor = slope / total
     key = zero & total.to(gl.int32, bitcast=True)  # 0, which the compiler cannot know
     found = (policy, loss, logprob, logprob - values_of_row.old_logprob, entropy, kl)
-    return found, slope, peak, factor, bend, key
+    return found, target_logit, slope, peak, factor, bend, key
 
 
 @gluon.jit
 def _finish_row(
     results,
-    shares,
     rows,
     row,
     statistics,
+    cluster,
     token,
     live,
     of_loss,
@@ -444,6 +498,7 @@ def _finish_row(
 
     Results [5 or 6, rows] are loss of the objective, whole loss, log-probability, log-ratio, entropy, KL estimate.
     """
+    target_logit = 0.0
     slope = 0.0
     bend = 0.0
     peak = 0.0
@@ -456,8 +511,8 @@ def _finish_row(
     entropy = 0.0
     key = 0
     if live:
-        found, slope, peak, factor, bend, key = _row_loss(
-            statistics, shares + row * (3 * ROW.blocks), token, of_loss, TOKEN_KERNEL, KL, BONUS, ROW
+        found, target_logit, slope, peak, factor, bend, key = _row_loss(
+            statistics, cluster, token, of_loss, TOKEN_KERNEL, KL, BONUS, ROW
         )
         policy, loss, logprob, log_ratio, entropy, kl = found
     gl.store(results + row, policy)
@@ -470,14 +525,14 @@ def _finish_row(
     moves = slope != 0
     if BONUS:
         moves = moves | (bend != 0)
-    return RowGradient(slope, moves, (of_loss[0], peak, factor, bend), key)
+    return RowGradient(target_logit, slope, moves, (of_loss[0], peak, factor, bend), key)
 
 
 @gluon.jit
 def _write_row(
     g_row,
     width,
-    token,
+    target,
     gradient,
     following,
     kept,
@@ -500,16 +555,11 @@ def _write_row(
     # 3. The target's column, without whose own part another thread has written it above: the barrier orders the two
     #    stores. Its logit was loaded before anything was written.
     if gradient.moves:
-        target, target_logit, _ = token
         thread_barrier()
-        p = _column_gradient(target_logit, gradient.column_terms, BONUS)
-        out = through_cap(p - gradient.slope, target_logit, KIND.cap).to(g_row.dtype.element_ty)
-        if ROW.blocks == 1:
-            gl.store(g_row + target, out)
-        else:  # by the block that has it
-            block = gl.arange(0, ROW.blocks, layout=_one_each(ROW))
-            COLUMNS: gl.constexpr = ROW.threads // ROW.blocks * WORDS * (2 if KIND.is_pair else 1)
-            gl.store(g_row + target + 0 * block, out, mask=target // COLUMNS % ROW.blocks == block)
+        p = _column_gradient(gradient.target_logit, gradient.column_terms, BONUS)
+        out = through_cap(p - gradient.slope, gradient.target_logit, KIND.cap).to(g_row.dtype.element_ty)
+        block = gl.arange(0, ROW.blocks, layout=_one_each(ROW))
+        gl.store(g_row + target + 0 * block, out, mask=block == _owner(target, KIND, ROW))
     return statistics, kept
 
 
@@ -520,7 +570,6 @@ def single_pass_kernel(
     targets,
     fields,
     results,
-    shares,
     rows,
     columns,
     logits_stride,
@@ -550,27 +599,29 @@ def single_pass_kernel(
     of_token = (logits, targets, fields, columns, logits_stride)
     of_loss = (c, numbers, coefficients, grad_scale, zero)
 
+    cluster = _cluster(ROW)
     row = gl.program_id(0).to(gl.int64)
     live = gl.load(fields.mask + row) != 0
     if ROW.ahead:
-        token = _load_token(row, live, of_token, KIND, KL, BONUS)
+        token = _load_token(row, live, of_token, cluster.rank, KIND, KL, BONUS, ROW)
     limit = gl.where(live, width, 0)
     first = (z_words, row, z_stride)
     kept, statistics = _read_first_row(first, live, limit, places, width, c, KIND, ENTROPY, ROW)
     while row < rows:
         if not ROW.ahead:
-            token = _load_token(row, live, of_token, KIND, KL, BONUS)
-        of_row = (results, shares, rows, row, statistics, token, live, of_loss)
+            token = _load_token(row, live, of_token, cluster.rank, KIND, KL, BONUS, ROW)
+        of_row = (results, rows, row, statistics, cluster, token, live, of_loss)
         gradient = _finish_row(*of_row, TOKEN_KERNEL, KL, BONUS, ENTROPY, ROW)
+        cluster = Cluster(cluster.rank, cluster.inbox, gl.where(live, (cluster.turn + 1) % 4, cluster.turn))
         after = row + gl.num_programs(0)
         live = gl.load(fields.mask + after, mask=after < rows, other=0) != 0
         limit = gl.where(live, width, 0)
         following = NextRow(z_words + after * z_stride, live, limit)
         g_row = gradients + row * gradients_stride
         statistics, kept = _write_row(
-            g_row, width, token, gradient, following, kept, places, KIND, BONUS, ENTROPY, ROW
+            g_row, width, token[0], gradient, following, kept, places, KIND, BONUS, ENTROPY, ROW
         )
         if ROW.ahead:
-            token = _load_token(after, live, of_token, KIND, KL, BONUS)
+            token = _load_token(after, live, of_token, cluster.rank, KIND, KL, BONUS, ROW)
         statistics = _finish_next_row(statistics, following, places, width, c, KIND, ENTROPY, ROW)
         row = after
