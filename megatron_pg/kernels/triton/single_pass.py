@@ -59,11 +59,11 @@ class Shape:
         return self.tiling.groups * self.tiling.per_group * self.tiling.threads // self.tiling.blocks * 16
 
 
-_REDUCTION_BYTES = 512
+_OTHER_BYTES = 1024  # shared memory of reductions and of what the blocks of a cluster exchange
 
 
 def supports(logits: Tensor, vocabulary: Vocabulary) -> bool:
-    """Whether a program fits on this device, and rows and a new gradient allow 16-byte copies.
+    """Whether programs fit on this device, and rows and a new gradient allow 16-byte copies.
 
     float16 is left to the kernels whose gradient is made in the backward, where the loss scale is known.
     """
@@ -73,13 +73,20 @@ def supports(logits: Tensor, vocabulary: Vocabulary) -> bool:
         logits.dtype in DTYPES
         and aligned
         and vocabulary.valid % 16 == 0
-        and shape.shared_bytes + _REDUCTION_BYTES <= _shared_memory(logits.device)
+        and shape.tiling.blocks <= _most_blocks(logits.device)
+        and shape.shared_bytes + _OTHER_BYTES <= _shared_memory(logits.device)
     )
 
 
 @lru_cache
+def _most_blocks(device: torch.device) -> int:
+    """Most blocks of a cluster."""
+    return 8 if torch.cuda.get_device_capability(device) >= (9, 0) else 1
+
+
+@lru_cache
 def _shared_memory(device: torch.device) -> int:
-    """Most bytes of shared memory of a program."""
+    """Most bytes of shared memory of a block."""
     return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 

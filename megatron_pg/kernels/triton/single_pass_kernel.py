@@ -1,10 +1,13 @@
 """The single-pass kernel: loss, log-probability, entropy and gradient from one read and one write of the logits.
 
 A program keeps a row on its multiprocessor between the two passes over it: most of it in shared memory (groups of
-tiles, filled by asynchronous copies), the rest in registers (`kept` tiles). What fits in neither is read twice
-(`streamed`): the second time backwards, so mostly from the L2 cache. While the gradient of a row is written, group
-after group, the freed groups are filled with the program's next row, and the statistics of that row are accumulated
-`lag` groups later. So loads, stores and arithmetic overlap, and only the last groups of a row are waited for.
+tiles, filled by asynchronous copies), the rest in registers (`kept` tiles). While the gradient of a row is written,
+group after group, the freed groups are filled with the program's next row, and the statistics of that row are
+accumulated `lag` groups later. So loads, stores and arithmetic overlap, and only the last groups of a row are waited
+for.
+
+A row that is too long for a multiprocessor is shared by those of a cluster: a program is then 2, 4 or 8 blocks, each
+with its part of every tile. Blocks exchange 16 bytes per row through distributed shared memory, and no other data.
 
 The source has no barrier for shared memory, because threads share none of it. A tile has one vector per thread, and
 thread i of a copy, a load and a store is the same thread: each thread reads only words that it has copied itself, and
@@ -35,8 +38,8 @@ from megatron_pg.kernels.triton.tiles import (
     values,
 )
 
-# An inbox has two slots: a barrier in shared memory, then 16 bytes for each of at most 8 blocks. A slot is full when its
-# barrier has counted the bytes of all messages, which a block's first thread announces.
+# The exchange between blocks. An inbox has two slots: a barrier, then 16 bytes for each of at most 8 blocks. A slot is
+# full when its barrier has counted the bytes of all messages; how many to expect is announced by the first thread.
 SLOT = gl.constexpr(16 + 16 * 8)
 OPEN = gl.constexpr(
     "{ .shared .align 16 .b8 inbox[288]; .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
@@ -388,9 +391,7 @@ def _owner(column, KIND: gl.constexpr, ROW: gl.constexpr):
 
 
 @gluon.jit
-def _load_token(
-    row, live, source, rank, KIND: gl.constexpr, KL: gl.constexpr, BONUS: gl.constexpr, ROW: gl.constexpr
-):
+def _load_token(row, live, source, rank, KIND: gl.constexpr, KL: gl.constexpr, BONUS: gl.constexpr, ROW: gl.constexpr):
     """Column and logit of the target, and the values of the loss terms; 0 where the row is not live.
 
     The logit is 0 in a block that does not have it, because the one that does may overwrite it at any time.
