@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -33,7 +34,7 @@ class Shape:
         if row_bytes <= 20 * 2048:
             tiles = -(-row_bytes // 2048)
             groups, per_group, lag = (5, 1, 2) if tiles <= 5 else (5, 2, 2) if tiles <= 10 else (10, 2, 3)
-            return cls(Tiling(128, groups, per_group, lag, kept=0, ahead=True), programs=5, registers=96)
+            return cls(Tiling(128, groups, per_group, lag, kept=0), programs=5, registers=96)
         if row_bytes <= 20 * 4096:
             kept = -(-row_bytes // 4096) - 10
             return cls(Tiling(256, groups=10, per_group=1, lag=6, kept=kept), programs=3, registers=80)
@@ -96,6 +97,22 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+_clusters: dict[tuple[torch.device, int], int] = {}  # that run at a time on a device, by their number of blocks
+
+
+def _programs(device: torch.device, shape: Shape) -> int:
+    """Programs that run at a time. Larger clusters leave some multiprocessors idle: until a launch, at most a quarter."""
+    blocks = shape.tiling.blocks
+    fill = shape.programs * multiprocessors(device) // blocks
+    return fill if blocks <= 2 else _clusters.get((device, blocks), max(1, fill * 3 // 4))
+
+
+def _count_clusters(device: torch.device, compiled: Any, blocks: int) -> None:
+    """Ask the driver how many clusters of the compiled kernel run at a time."""
+    count = triton.runtime.driver.active.utils.cuOccupancyMaxActiveClusters
+    _clusters[device, blocks] = count(compiled.function, compiled.metadata.shared, blocks)
+
+
 def loss_and_gradient(
     logits: Tensor,
     gradient: Tensor,
@@ -123,7 +140,7 @@ def loss_and_gradient(
     valid, temperature = vocabulary.valid, vocabulary.temperature
     shape = Shape.of_row(valid, logits.element_size(), is_capped=vocabulary.softcap is not None)
     if most_programs is None:
-        most_programs = shape.programs * multiprocessors(logits.device) // shape.tiling.blocks
+        most_programs = _programs(logits.device, shape)
     tensors = logits, gradient, policy_loss.fields.targets.contiguous(), field_pointers(policy_loss), out
     sizes = rows, valid, logits.stride(0), gradient.stride(0), math.log2(math.e) / temperature
     scale = grad_scale / policy_loss.terms.grad_divisor / temperature
@@ -132,6 +149,8 @@ def loss_and_gradient(
     options |= shape.options | FUSED
     launched = single_pass_kernel[(min(rows, most_programs),)]
     compiled = launched(*tensors, *sizes, terms.numbers, terms.coefficients, scale, 0, **options)
+    if shape.tiling.blocks > 2 and (logits.device, shape.tiling.blocks) not in _clusters:
+        _count_clusters(logits.device, compiled, shape.tiling.blocks)
     if valid < gradient.shape[1]:
         gradient[:, valid:] = 0
     token_losses, weighted, logprobs, log_ratios, entropies, *kl = out.unbind()

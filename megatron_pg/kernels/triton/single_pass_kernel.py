@@ -75,7 +75,6 @@ class Tiling(NamedTuple):
     per_group: int  # tiles of a group
     lag: int  # groups between the copy of a group and its first use
     kept: int  # tiles in registers
-    ahead: bool = False  # the fields of a row are loaded while the row before it is written
     blocks: int = 1  # of a cluster, which share a row: each has its part of every tile
 
 
@@ -251,29 +250,19 @@ def _accumulate_slot(
 
 
 @gluon.jit
-def _read_first_row(
-    source, live, limit, places, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, ROW: gl.constexpr
-):
-    """The kept tiles and the statistics of a program's first row.
-
-    Nothing overlaps yet: copy all of it, wait for all copies, accumulate. A masked row (not live) has the limit 0, so
-    none of it is read.
-    """
+def _read_first_row(first, places, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, ROW: gl.constexpr):
+    """The kept tiles and the statistics of a program's first row, which nothing is written before."""
     GROUPS: gl.constexpr = ROW.groups
     PER: gl.constexpr = ROW.per_group
     TILE: gl.constexpr = ROW.threads * WORDS
-    SLOTS: gl.constexpr = ROW.groups * PER
     KEPT: gl.constexpr = ROW.kept
-    z_words, row, z_stride = source
-    z_row = z_words + row * z_stride
     for g in gl.static_range(GROUPS):
-        _fill(places.groups.index(g), z_row + g * PER * TILE, places.group_words, limit - g * PER * TILE)
-    kept = _load_tiles(z_row + places.words, places.words, limit, KIND, TILE, SLOTS, KEPT)
+        at = g * PER * TILE
+        _fill(places.groups.index(g), first.words + at, places.group_words, first.limit - at)
+    kept = _load_tiles(first.words + places.words, places.words, first.limit, KIND, TILE, GROUPS * PER, KEPT)
     statistics = _no_statistics(places, ROW)
-    async_copy.wait_group(0)
-    if live:
-        for slot in range(SLOTS):
-            statistics = _accumulate_slot(statistics, slot, places, width, c, KIND, ENTROPY, MASKED=True)
+    statistics = _finish_next_row(statistics, 0, first, places, width, c, KIND, ENTROPY, ROW)
+    if first.live:
         for k in gl.static_range(KEPT):
             statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
     return kept, statistics
@@ -363,18 +352,25 @@ def _exchange_groups(
 
 @gluon.jit
 def _finish_next_row(
-    statistics, following, places, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, ROW: gl.constexpr
+    statistics,
+    FIRST: gl.constexpr,
+    following,
+    places,
+    width,
+    c,
+    KIND: gl.constexpr,
+    ENTROPY: gl.constexpr,
+    ROW: gl.constexpr,
 ):
-    """The rest of the next row's statistics: its last `lag` groups, each as soon as its copy is complete.
+    """The rest of the next row's statistics, from group `FIRST` on, each as soon as its copy is complete.
 
     A masked row is copied as zeros, which must land before the copies of the row after it start.
     """
     GROUPS: gl.constexpr = ROW.groups
     PER: gl.constexpr = ROW.per_group
-    LAG: gl.constexpr = ROW.lag
     ALL_SHARED: gl.constexpr = ROW.kept == 0
     if following.live:
-        for g in gl.static_range(GROUPS - LAG, GROUPS):
+        for g in gl.static_range(FIRST, GROUPS):
             async_copy.wait_group(GROUPS - 1 - g)
             for tile in range(PER):
                 statistics = _accumulate_slot(statistics, g * PER + tile, places, width, c, KIND, ENTROPY, ALL_SHARED)
@@ -391,16 +387,16 @@ def _owner(column, KIND: gl.constexpr, ROW: gl.constexpr):
 
 
 @gluon.jit
-def _load_token(row, live, source, rank, KIND: gl.constexpr, KL: gl.constexpr, BONUS: gl.constexpr, ROW: gl.constexpr):
+def _load_token(
+    row, target, live, source, rank, KIND: gl.constexpr, KL: gl.constexpr, BONUS: gl.constexpr, ROW: gl.constexpr
+):
     """Column and logit of the target, and the values of the loss terms; 0 where the row is not live.
 
     The logit is 0 in a block that does not have it, because the one that does may overwrite it at any time.
-
     A target outside the vocabulary has the logit NaN, so loss and gradient of its row are NaN, and no address outside
     the row is read.
     """
-    logits, targets, fields, columns, logits_stride = source
-    target = gl.load(targets + row, mask=live, other=0)
+    logits, fields, columns, logits_stride = source
     exists = (target >= 0) & (target < columns)
     column = gl.where(exists, target, 0)
     at = logits + row * logits_stride + column
@@ -597,32 +593,30 @@ def single_pass_kernel(
     z_words = logits.to(gl.pointer_type(word))
     z_stride = logits_stride // PAIR
     width = columns // PAIR
-    of_token = (logits, targets, fields, columns, logits_stride)
+    of_token = (logits, fields, columns, logits_stride)
     of_loss = (c, numbers, coefficients, grad_scale, zero)
 
     cluster = _cluster(ROW)
     row = gl.program_id(0).to(gl.int64)
     live = gl.load(fields.mask + row) != 0
-    if ROW.ahead:
-        token = _load_token(row, live, of_token, cluster.rank, KIND, KL, BONUS, ROW)
-    limit = gl.where(live, width, 0)
-    first = (z_words, row, z_stride)
-    kept, statistics = _read_first_row(first, live, limit, places, width, c, KIND, ENTROPY, ROW)
+    token = _load_token(row, gl.load(targets + row), live, of_token, cluster.rank, KIND, KL, BONUS, ROW)
+    first = NextRow(z_words + row * z_stride, live, gl.where(live, width, 0))
+    kept, statistics = _read_first_row(first, places, width, c, KIND, ENTROPY, ROW)
     while row < rows:
-        if not ROW.ahead:
-            token = _load_token(row, live, of_token, cluster.rank, KIND, KL, BONUS, ROW)
+        # What is known of the next row is loaded long before it is needed, so that nothing waits for it.
+        after = row + gl.num_programs(0)
+        live_after = gl.load(fields.mask + after, mask=after < rows, other=0) != 0
+        target = gl.load(targets + after, mask=after < rows, other=0)
         of_row = (results, rows, row, statistics, cluster, token, live, of_loss)
         gradient = _finish_row(*of_row, TOKEN_KERNEL, KL, BONUS, ENTROPY, ROW)
         cluster = Cluster(cluster.rank, cluster.inbox, gl.where(live, (cluster.turn + 1) % 4, cluster.turn))
-        after = row + gl.num_programs(0)
-        live = gl.load(fields.mask + after, mask=after < rows, other=0) != 0
-        limit = gl.where(live, width, 0)
-        following = NextRow(z_words + after * z_stride, live, limit)
+        following = NextRow(z_words + after * z_stride, live_after, gl.where(live_after, width, 0))
         g_row = gradients + row * gradients_stride
         statistics, kept = _write_row(
             g_row, width, token[0], gradient, following, kept, places, KIND, BONUS, ENTROPY, ROW
         )
-        if ROW.ahead:
-            token = _load_token(after, live, of_token, cluster.rank, KIND, KL, BONUS, ROW)
-        statistics = _finish_next_row(statistics, following, places, width, c, KIND, ENTROPY, ROW)
+        token = _load_token(after, target, live_after, of_token, cluster.rank, KIND, KL, BONUS, ROW)
+        LAST: gl.constexpr = ROW.groups - ROW.lag
+        statistics = _finish_next_row(statistics, LAST, following, places, width, c, KIND, ENTROPY, ROW)
         row = after
+        live = live_after
