@@ -39,9 +39,11 @@ class Shape:
             kept = -(-row_bytes // 4096) - 10
             return cls(Tiling(256, groups=10, per_group=1, lag=6, kept=kept), programs=3, registers=80)
         if row_bytes <= 38 * 4096:
-            kept = -(-row_bytes // 4096) - 20
-            return cls(Tiling(256, groups=5, per_group=4, lag=2, kept=kept), programs=2, registers=128)
-        blocks = triton.next_power_of_2(-(-row_bytes // ((42 if is_capped else 44) * 8192)))
+            tiles = -(-row_bytes // 4096)
+            groups = min(6, (tiles - 1) // 4)
+            tiling = Tiling(256, groups, per_group=4, lag=groups - 3, kept=tiles - 4 * groups)
+            return cls(tiling, programs=2, registers=128)
+        blocks = triton.next_power_of_2(-(-row_bytes // ((40 if is_capped else 44) * 8192)))
         tiles = -(-row_bytes // (8192 * blocks))
         groups = min(7, (tiles - 1) // 4)
         lag, kept = min(4, groups - 2), tiles - 4 * groups
@@ -101,7 +103,7 @@ _clusters: dict[tuple[torch.device, int], int] = {}  # that run at a time on a d
 
 
 def _programs(device: torch.device, shape: Shape) -> int:
-    """Programs that run at a time. Larger clusters leave some multiprocessors idle: until a launch, at most a quarter."""
+    """Programs that run at a time. Clusters of 4 or 8 blocks leave some multiprocessors idle, at most a quarter."""
     blocks = shape.tiling.blocks
     fill = shape.programs * multiprocessors(device) // blocks
     return fill if blocks <= 2 else _clusters.get((device, blocks), max(1, fill * 3 // 4))

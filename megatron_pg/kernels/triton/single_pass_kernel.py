@@ -372,7 +372,7 @@ def _finish_next_row(
     if following.live:
         for g in gl.static_range(FIRST, GROUPS):
             async_copy.wait_group(GROUPS - 1 - g)
-            for tile in range(PER):
+            for tile in gl.static_range(PER):
                 statistics = _accumulate_slot(statistics, g * PER + tile, places, width, c, KIND, ENTROPY, ALL_SHARED)
     else:
         async_copy.wait_group(0)
