@@ -12,11 +12,14 @@ from megatron_pg.kernels.triton import single_pass
 SHARED, REGISTERS = 232448, 65536  # of a Hopper multiprocessor, for programs
 
 
+@pytest.mark.proof(
+    "Single-pass kernel: rows of every length fit in registers and shared memory of their multiprocessors"
+)
 @pytest.mark.parametrize("is_capped", [False, True])
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_every_row_fits_on_its_multiprocessors(itemsize, is_capped, full):
-    longest = 8 * 40 * 8192 // itemsize
-    for columns in range(16, longest + 1, 16 if full else 16 * 97):
+def test_every_row_fits_on_its_multiprocessors(itemsize, is_capped, full, evidence):
+    widths = range(16, 8 * 40 * 8192 // itemsize + 1, 16 if full else 16 * 97)
+    for columns in widths:
         shape = single_pass.Shape.of_row(columns, itemsize, is_capped=is_capped)
         row, tile = shape.tiling, 16 * shape.tiling.threads
         in_groups = tile * row.groups * row.per_group
@@ -26,6 +29,7 @@ def test_every_row_fits_on_its_multiprocessors(itemsize, is_capped, full):
         assert shape.programs * (shape.shared_bytes + single_pass._OTHER_BYTES) <= SHARED
         assert shape.programs * shape.registers * row.threads // row.blocks <= REGISTERS
         assert row.blocks in (1, 2, 4, 8)
+    evidence(cases=len(widths))
 
 
 @pytest.mark.parametrize(
