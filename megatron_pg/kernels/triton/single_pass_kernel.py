@@ -96,7 +96,7 @@ def _tile_gradient(words, column_terms, dtype: gl.constexpr, KIND: gl.constexpr,
     low = through_cap(_column_gradient(logits[0], column_terms, BONUS), logits[0], KIND.cap)
     if len(logits) == 2:
         high = through_cap(_column_gradient(logits[1], column_terms, BONUS), logits[1], KIND.cap)
-        return gl.inline_asm_elementwise(PAIR_UP, "=r,r,r", [high, low], gl.int32, is_pure=True, pack=1)
+        return gl.inline_asm_elementwise(PAIR_UP, "=r,f,f", [high, low], gl.int32, is_pure=True, pack=1)
     else:
         return low.to(dtype)
 
@@ -261,8 +261,10 @@ def _read_first_row(first, places, width, c, KIND: gl.constexpr, ENTROPY: gl.con
         _fill(places.groups.index(g), first.words + at, places.group_words, first.limit - at)
     kept = _load_tiles(first.words + places.words, places.words, first.limit, KIND, TILE, GROUPS * PER, KEPT)
     statistics = _no_statistics(places, ROW)
-    statistics = _finish_next_row(statistics, 0, first, places, width, c, KIND, ENTROPY, ROW)
+    async_copy.wait_group(0)
     if first.live:
+        for slot in range(GROUPS * PER):
+            statistics = _accumulate_slot(statistics, slot, places, width, c, KIND, ENTROPY, MASKED=True)
         for k in gl.static_range(KEPT):
             statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
     return kept, statistics
@@ -352,25 +354,18 @@ def _exchange_groups(
 
 @gluon.jit
 def _finish_next_row(
-    statistics,
-    FIRST: gl.constexpr,
-    following,
-    places,
-    width,
-    c,
-    KIND: gl.constexpr,
-    ENTROPY: gl.constexpr,
-    ROW: gl.constexpr,
+    statistics, following, places, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, ROW: gl.constexpr
 ):
-    """The rest of the next row's statistics, from group `FIRST` on, each as soon as its copy is complete.
+    """The rest of the next row's statistics: its last `lag` groups, each as soon as its copy is complete.
 
     A masked row is copied as zeros, which must land before the copies of the row after it start.
     """
     GROUPS: gl.constexpr = ROW.groups
     PER: gl.constexpr = ROW.per_group
+    LAG: gl.constexpr = ROW.lag
     ALL_SHARED: gl.constexpr = ROW.kept == 0
     if following.live:
-        for g in gl.static_range(FIRST, GROUPS):
+        for g in gl.static_range(GROUPS - LAG, GROUPS):
             async_copy.wait_group(GROUPS - 1 - g)
             for tile in gl.static_range(PER):
                 statistics = _accumulate_slot(statistics, g * PER + tile, places, width, c, KIND, ENTROPY, ALL_SHARED)
@@ -616,7 +611,6 @@ def single_pass_kernel(
             g_row, width, token[0], gradient, following, kept, places, KIND, BONUS, ENTROPY, ROW
         )
         token = _load_token(after, target, live_after, of_token, cluster.rank, KIND, KL, BONUS, ROW)
-        LAST: gl.constexpr = ROW.groups - ROW.lag
-        statistics = _finish_next_row(statistics, LAST, following, places, width, c, KIND, ENTROPY, ROW)
+        statistics = _finish_next_row(statistics, following, places, width, c, KIND, ENTROPY, ROW)
         row = after
         live = live_after
