@@ -403,11 +403,11 @@ def _load_token(
 
 @gluon.jit
 def _of_row(statistics, target_logit, cluster, ROW: gl.constexpr):
-    """The statistics of the row, where its threads meet, once, and its blocks; and the logit of the target.
+    """The statistics of the row and the logit of its target. The row's threads meet here, once, and its blocks.
 
-    Every block sends its own to the shared memory of all. Turns alternate between two slots, so a slot is written again
-    only by a block that has received what others sent after they read it. The hardware starts the blocks of a cluster
-    together, so none waits for one that has no multiprocessor.
+    Every block sends its part to all. Two slots take turns: a block writes for turn n + 2 after it has received all of
+    turn n + 1, which the others sent after they had read turn n. None waits in vain: the hardware starts the blocks of
+    a cluster together, and all of them have the same rows and masks, so they take the same turns.
     """
     if ROW.blocks == 1:
         m, s, t = gl.reduce(statistics, 0, merge)
@@ -419,13 +419,13 @@ def _of_row(statistics, target_logit, cluster, ROW: gl.constexpr):
         slot = cluster.inbox + cluster.turn % 2 * SLOT
         sent = [slot, BLOCKS, m, s, t, target_logit]
         gl.inline_asm_elementwise(SEND, "=r,r,r,f,f,f,f", sent, gl.int32, is_pure=False, pack=1)
-        awaited = [slot, 16 * BLOCKS, cluster.turn // 2]
+        awaited = [slot, 16 * BLOCKS, cluster.turn // 2]  # a barrier's phases are even and odd
         gl.inline_asm_elementwise(WAIT, "=r,r,r,r", awaited, gl.int32, is_pure=False, pack=1)
         m, s, t, target_logit = _message(slot, 0)
         for block in gl.static_range(1, BLOCKS):
             m2, s2, t2, logit = _message(slot, block)
             m, s, t = merge(m, s, t, m2, s2, t2)
-            target_logit += logit  # 0 of the blocks that do not have it
+            target_logit += logit  # 0 in the blocks that do not have it
     return m, s, t, target_logit
 
 
@@ -544,8 +544,8 @@ def _write_row(
     kept = _load_tiles(following.words + places.words, places.words, following.limit, KIND, TILE, SLOTS, ROW.kept)
     # 2. The gradient of each group, and in its place the next row.
     statistics = _exchange_groups(following, g_words, width, gradient, kept, places, KIND, BONUS, ENTROPY, ROW)
-    # 3. The target's column, without whose own part another thread has written it above: the barrier orders the two
-    #    stores. Its logit was loaded before anything was written.
+    # 3. The target's column, without whose own part another thread of its block has written it above: the barrier
+    #    orders the two stores. Its logit was loaded before anything was written.
     if gradient.moves:
         thread_barrier()
         p = _column_gradient(gradient.target_logit, gradient.column_terms, BONUS)
