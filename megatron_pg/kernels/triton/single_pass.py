@@ -36,8 +36,10 @@ class Shape:
             groups, per_group, lag = (5, 1, 2) if tiles <= 5 else (5, 2, 2) if tiles <= 10 else (10, 2, 3)
             return cls(Tiling(128, groups, per_group, lag, kept=0), programs=5, registers=96)
         if row_bytes <= 20 * 4096:
-            kept = -(-row_bytes // 4096) - 10
-            return cls(Tiling(256, groups=10, per_group=1, lag=6, kept=kept), programs=3, registers=80)
+            tiles = -(-row_bytes // 4096)
+            groups = min(7, (tiles - 1) // 2)
+            tiling = Tiling(256, groups, per_group=2, lag=3, kept=tiles - 2 * groups)
+            return cls(tiling, programs=3, registers=80)
         if row_bytes <= 38 * 4096:
             tiles = -(-row_bytes // 4096)
             groups = min(6, (tiles - 1) // 4)
