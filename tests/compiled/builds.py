@@ -136,7 +136,7 @@ def single_pass() -> Iterator[Build]:
 
     sizes = [(2048, "bf16"), (151936, "bf16"), (19008, "bf16"), (151936, "fp32")]
     sizes += [(columns, "bf16") for columns in (9008, 37984, 40960, 76800, 81920, 128256, 180224)]
-    sizes += [(columns, "bf16") for columns in (201088, 262144, 360448)]
+    sizes += [(columns, "bf16") for columns in (201088, 262144, 327680)]
     sizes += [(columns, "fp32") for columns in (38912, 60000, 90112, 201088)]
     shapes = [*itertools.product(sizes, ("grpo", "dppo_kl+k3_weighted"), (None,))]
     shapes += [(size, "grpo", CAP) for size in (*sizes[:4], (256000, "bf16"))]

@@ -45,7 +45,8 @@ class Shape:
             groups = min(6, (tiles - 1) // 4)
             tiling = Tiling(256, groups, per_group=4, lag=groups - 3, kept=tiles - 4 * groups)
             return cls(tiling, programs=2, registers=128)
-        blocks = triton.next_power_of_2(-(-row_bytes // ((40 if is_capped else 44) * 8192)))
+        alone, shared = (40, 36) if is_capped else (44, 40)  # tiles that a block holds, of one and of several
+        blocks = 1 if row_bytes <= alone * 8192 else triton.next_power_of_2(-(-row_bytes // (shared * 8192)))
         tiles = -(-row_bytes // (8192 * blocks))
         groups = min(7, (tiles - 1) // 4)
         lag, kept = min(4, groups - 2), tiles - 4 * groups
