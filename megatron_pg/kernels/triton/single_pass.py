@@ -1,6 +1,7 @@
 """The single-pass kernel's launch: how a program holds a row, which logits are accepted, arguments and results."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -105,17 +106,18 @@ def multiprocessors(device: torch.device) -> int:
 _clusters: dict[tuple[torch.device, int], int] = {}  # that run at a time on a device, by their number of blocks
 
 
-def _programs(device: torch.device, shape: Shape) -> int:
-    """Programs that run at a time. Clusters of 4 or 8 blocks leave some multiprocessors idle, at most a quarter."""
+def _programs(device: torch.device, shape: Shape, launch_of_no_rows: Callable[[], Any]) -> int:
+    """Programs that run at a time; the driver counts clusters of 4 or 8 blocks, which do not fill every part of a GPU.
+
+    The count is known before the first launch with rows, because results may differ in last bits between grids.
+    """
     blocks = shape.tiling.blocks
-    fill = shape.programs * multiprocessors(device) // blocks
-    return fill if blocks <= 2 else _clusters.get((device, blocks), max(1, fill * 3 // 4))
-
-
-def _count_clusters(device: torch.device, compiled: Any, blocks: int) -> None:
-    """Ask the driver how many clusters of the compiled kernel run at a time."""
-    count = triton.runtime.driver.active.utils.cuOccupancyMaxActiveClusters
-    _clusters[device, blocks] = count(compiled.function, compiled.metadata.shared, blocks)
+    if blocks <= 2:
+        return shape.programs * multiprocessors(device) // blocks
+    if (device, blocks) not in _clusters:
+        compiled, count = launch_of_no_rows(), triton.runtime.driver.active.utils.cuOccupancyMaxActiveClusters
+        _clusters[device, blocks] = count(compiled.function, compiled.metadata.shared, blocks)
+    return _clusters[device, blocks]
 
 
 def loss_and_gradient(
@@ -144,18 +146,17 @@ def loss_and_gradient(
     out = torch.empty(5 + (terms.kl is not None), rows, dtype=torch.float32, device=logits.device)
     valid, temperature = vocabulary.valid, vocabulary.temperature
     shape = Shape.of_row(valid, logits.element_size(), is_capped=vocabulary.softcap is not None)
-    if most_programs is None:
-        most_programs = _programs(logits.device, shape)
     tensors = logits, gradient, policy_loss.fields.targets.contiguous(), field_pointers(policy_loss), out
-    sizes = rows, valid, logits.stride(0), gradient.stride(0), math.log2(math.e) / temperature
+    sizes = valid, logits.stride(0), gradient.stride(0), math.log2(math.e) / temperature
     scale = grad_scale / policy_loss.terms.grad_divisor / temperature
     kind = Kind(logits.dtype == torch.bfloat16, vocabulary.softcap)
     options = terms.constants | {"KIND": kind, "ENTROPY": entropy or terms.bonus is not None, "ROW": shape.tiling}
     options |= shape.options | FUSED
-    launched = single_pass_kernel[(min(rows, most_programs),)]
-    compiled = launched(*tensors, *sizes, terms.numbers, terms.coefficients, scale, 0, **options)
-    if shape.tiling.blocks > 2 and (logits.device, shape.tiling.blocks) not in _clusters:
-        _count_clusters(logits.device, compiled, shape.tiling.blocks)
+    after_rows = *sizes, terms.numbers, terms.coefficients, scale, 0
+    if most_programs is None:
+        idle = lambda: single_pass_kernel[(1,)](*tensors, 0, *after_rows, **options)  # noqa: E731
+        most_programs = _programs(logits.device, shape, idle)
+    compiled = single_pass_kernel[(min(rows, most_programs),)](*tensors, rows, *after_rows, **options)
     if valid < gradient.shape[1]:
         gradient[:, valid:] = 0
     token_losses, weighted, logprobs, log_ratios, entropies, *kl = out.unbind()

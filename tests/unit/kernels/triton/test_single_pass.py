@@ -1,5 +1,7 @@
 """How the single-pass kernel holds a row, and on which chips: by arithmetic, without running it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -50,3 +52,20 @@ def test_rows_longer_than_a_multiprocessor_holds_need_clusters(columns, dtype, c
     monkeypatch.setattr(single_pass, "_shared_memory", lambda _: SHARED)
     logits = torch.empty(2, columns, dtype=dtype, device="meta")
     assert single_pass.supports(logits, Vocabulary.of(columns)) == takes
+
+
+def test_large_clusters_are_counted_once_by_the_driver(monkeypatch):
+    """Grids larger than what runs at a time would take twice as long; other grids in later calls could change bits."""
+    asked = []
+    utils = SimpleNamespace(cuOccupancyMaxActiveClusters=lambda *args: asked.append(args) or 30)
+    active = SimpleNamespace(active=SimpleNamespace(utils=utils))
+    monkeypatch.setattr(single_pass.triton.runtime, "driver", active)
+    monkeypatch.setattr(single_pass, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(single_pass, "_clusters", {})
+    compiled = SimpleNamespace(function=7, metadata=SimpleNamespace(shared=100))
+    shapes = {n: single_pass.Shape.of_row(n, 4) for n in (76000, 151936, 201088)}
+    found = [
+        single_pass._programs(torch.device("cuda"), s, lambda: compiled) for s in (*shapes.values(), shapes[201088])
+    ]
+    assert found == [132, 66, 30, 30]
+    assert asked == [(7, 100, 4)]
