@@ -37,6 +37,9 @@ SHAPES = [
     (32768, 19008, torch.bfloat16),
     (12289, 100277, torch.bfloat16),  # rows that are not aligned to 16 bytes
     (1000, 50304, torch.bfloat16),  # whose time is the host's
+    (4096, 201088, torch.bfloat16),  # rows that two multiprocessors share, as the next two
+    (2048, 262144, torch.bfloat16),
+    (4096, 151936, torch.float32),
 ]
 SEQUENCE = 1024
 SHARDED = "grpo,bfloat16,entropy"

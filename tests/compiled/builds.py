@@ -138,8 +138,9 @@ def single_pass() -> Iterator[Build]:
     from megatron_pg.kernels.triton.tiles import Kind
 
     sizes = [(2048, "bf16"), (151936, "bf16"), (19008, "bf16"), (151936, "fp32")]
-    sizes += [(columns, "bf16") for columns in (9008, 37984, 40960, 76800, 81920, 128256, 188416, 262144)]
-    sizes += [(columns, "fp32") for columns in (38912, 60000, 94208)]
+    sizes += [(columns, "bf16") for columns in (9008, 37984, 40960, 76800, 81920, 128256, 180224)]
+    sizes += [(columns, "bf16") for columns in (201088, 262144, 327680)]
+    sizes += [(columns, "fp32") for columns in (38912, 60000, 90112, 201088)]
     shapes = [*itertools.product(sizes, ("grpo", "dppo_kl+k3_weighted"), (None,))]
     shapes += [(size, "grpo", CAP) for size in (*sizes[:4], (256000, "bf16"))]
     for (columns, dtype), loss, cap in shapes:
@@ -152,7 +153,7 @@ def single_pass() -> Iterator[Build]:
             single_pass_kernel,
             launched | shape.options,
             {"logits": f"*{dtype}", "gradients": f"*{dtype}", "fields": _fields(bool(estimator))},
-            threads=shape.tiling.threads * shape.programs,
+            threads=shape.tiling.threads // shape.tiling.blocks * shape.programs,
             programs=shape.programs,
             least={"wide_stores": 1, "wide_copies": 1},
             is_gluon=True,

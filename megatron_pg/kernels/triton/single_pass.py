@@ -1,8 +1,10 @@
 """The single-pass kernel's launch: how a program holds a row, which logits are accepted, arguments and results."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -33,37 +35,42 @@ class Shape:
         if row_bytes <= 20 * 2048:
             tiles = -(-row_bytes // 2048)
             groups, per_group, lag = (5, 1, 2) if tiles <= 5 else (5, 2, 2) if tiles <= 10 else (10, 2, 3)
-            return cls(Tiling(128, groups, per_group, lag, kept=0, streamed=0, ahead=True), programs=5, registers=96)
+            return cls(Tiling(128, groups, per_group, lag, kept=0), programs=5, registers=96)
         if row_bytes <= 20 * 4096:
-            kept = -(-row_bytes // 4096) - 10
-            return cls(Tiling(256, groups=10, per_group=1, lag=6, kept=kept, streamed=0), programs=3, registers=80)
+            tiles = -(-row_bytes // 4096)
+            groups = min(7, (tiles - 1) // 2)
+            tiling = Tiling(256, groups, per_group=2, lag=3, kept=tiles - 2 * groups)
+            return cls(tiling, programs=3, registers=80)
         if row_bytes <= 38 * 4096:
-            kept = -(-row_bytes // 4096) - 20
-            return cls(Tiling(256, groups=5, per_group=4, lag=2, kept=kept, streamed=0), programs=2, registers=128)
-        if row_bytes <= (42 if is_capped else 46) * 8192:
-            tiles = -(-row_bytes // 8192)
-            groups = min(7, (tiles - 1) // 4)
-            lag, kept = min(4, groups - 2), tiles - 4 * groups
-            return cls(Tiling(512, groups, per_group=4, lag=lag, kept=kept, streamed=0), programs=1, registers=128)
-        lag, kept, streamed = (3, 14 if is_capped else 18, 5) if itemsize == 4 else (2, 14 if is_capped else 16, 4)
-        return cls(Tiling(512, groups=7, per_group=4, lag=lag, kept=kept, streamed=streamed), programs=1, registers=128)
+            tiles = -(-row_bytes // 4096)
+            groups = min(6, (tiles - 1) // 4)
+            tiling = Tiling(256, groups, per_group=4, lag=groups - 3, kept=tiles - 4 * groups)
+            return cls(tiling, programs=2, registers=128)
+        alone, shared = (40, 36) if is_capped else (44, 40)  # tiles that a block holds, of one and of several
+        blocks = 1 if row_bytes <= alone * 8192 else triton.next_power_of_2(-(-row_bytes // (shared * 8192)))
+        tiles = -(-row_bytes // (8192 * blocks))
+        groups = min(7, (tiles - 1) // 4)
+        lag, kept = min(4, groups - 2), tiles - 4 * groups
+        tiling = Tiling(512 * blocks, groups, per_group=4, lag=lag, kept=kept, blocks=blocks)
+        return cls(tiling, programs=1, registers=128)
 
     @property
     def options(self) -> dict[str, int]:
         """What the kernel is launched with, besides its arguments."""
-        return {"num_warps": self.tiling.threads // 32, "maxnreg": self.registers}
+        row = self.tiling
+        return {"num_warps": row.threads // row.blocks // 32, "num_ctas": row.blocks, "maxnreg": self.registers}
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a program, without that of its reductions."""
-        return self.tiling.groups * self.tiling.per_group * self.tiling.threads * 16
+        """Shared memory of a block, without that of its reductions."""
+        return self.tiling.groups * self.tiling.per_group * self.tiling.threads // self.tiling.blocks * 16
 
 
-_REDUCTION_BYTES = 512
+_OTHER_BYTES = 1024  # shared memory of reductions and of what the blocks of a cluster exchange
 
 
 def supports(logits: Tensor, vocabulary: Vocabulary) -> bool:
-    """Whether a program fits on this device, and rows and a new gradient allow 16-byte copies.
+    """Whether programs fit on this device, and rows and a new gradient allow 16-byte copies.
 
     float16 is left to the kernels whose gradient is made in the backward, where the loss scale is known.
     """
@@ -71,12 +78,19 @@ def supports(logits: Tensor, vocabulary: Vocabulary) -> bool:
     if not aligned or vocabulary.valid % 16 != 0 or logits.dtype not in DTYPES:
         return False
     shape = Shape.of_row(vocabulary.valid, logits.element_size())
-    return shape.shared_bytes + _REDUCTION_BYTES <= _shared_memory(logits.device)
+    fits = shape.shared_bytes + _OTHER_BYTES <= _shared_memory(logits.device)
+    return fits and shape.tiling.blocks <= _most_blocks(logits.device)
+
+
+@lru_cache
+def _most_blocks(device: torch.device) -> int:
+    """Most blocks of a cluster."""
+    return 8 if torch.cuda.get_device_capability(device) >= (9, 0) else 1
 
 
 @lru_cache
 def _shared_memory(device: torch.device) -> int:
-    """Most bytes of shared memory of a program."""
+    """Most bytes of shared memory of a block."""
     return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
@@ -84,6 +98,23 @@ def _shared_memory(device: torch.device) -> int:
 def multiprocessors(device: torch.device) -> int:
     """Number of multiprocessors, cached: the query costs more host time than a small launch."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_clusters: dict[tuple[torch.device, int], int] = {}  # that run at a time on a device, by their number of blocks
+
+
+def _programs(device: torch.device, shape: Shape, launch_of_no_rows: Callable[[], Any]) -> int:
+    """Programs that run at a time; the driver counts clusters of 4 or 8 blocks, which do not fill every part of a GPU.
+
+    The count is known before the first launch with rows, because results may differ in last bits between grids.
+    """
+    blocks = shape.tiling.blocks
+    if blocks <= 2:
+        return shape.programs * multiprocessors(device) // blocks
+    if (device, blocks) not in _clusters:
+        compiled, count = launch_of_no_rows(), triton.runtime.driver.active.utils.cuOccupancyMaxActiveClusters
+        _clusters[device, blocks] = count(compiled.function, compiled.metadata.shared, blocks)
+    return _clusters[device, blocks]
 
 
 def loss_and_gradient(
@@ -112,16 +143,17 @@ def loss_and_gradient(
     out = torch.empty(5 + (terms.kl is not None), rows, dtype=torch.float32, device=logits.device)
     valid, temperature = vocabulary.valid, vocabulary.temperature
     shape = Shape.of_row(valid, logits.element_size(), is_capped=vocabulary.softcap is not None)
-    if most_programs is None:
-        most_programs = shape.programs * multiprocessors(logits.device)
     tensors = logits, gradient, policy_loss.fields.targets.contiguous(), field_pointers(policy_loss), out
-    sizes = rows, valid, logits.stride(0), gradient.stride(0), math.log2(math.e) / temperature
+    sizes = valid, logits.stride(0), gradient.stride(0), math.log2(math.e) / temperature
     scale = grad_scale / policy_loss.terms.grad_divisor / temperature
     kind = Kind(logits.dtype == torch.bfloat16, vocabulary.softcap)
     options = terms.constants | {"KIND": kind, "ENTROPY": entropy or terms.bonus is not None, "ROW": shape.tiling}
     options |= shape.options | FUSED
-    launched = single_pass_kernel[(min(rows, most_programs),)]
-    compiled = launched(*tensors, *sizes, terms.numbers, terms.coefficients, scale, 0, **options)
+    after_rows = *sizes, terms.numbers, terms.coefficients, scale, 0
+    if most_programs is None:
+        idle = lambda: single_pass_kernel[(1,)](*tensors, 0, *after_rows, **options)  # noqa: E731
+        most_programs = _programs(logits.device, shape, idle)
+    compiled = single_pass_kernel[(min(rows, most_programs),)](*tensors, rows, *after_rows, **options)
     if valid < gradient.shape[1]:
         gradient[:, valid:] = 0
     token_losses, weighted, logprobs, log_ratios, entropies, *kl = out.unbind()

@@ -18,14 +18,19 @@ class Launches(list):
 
     def __getitem__(self, grid: tuple[int]):
         def launch(
-            *positional: object, num_warps: int, maxnreg: int, enable_fp_fusion: bool, **constants: object
+            *positional: object,
+            num_warps: int,
+            num_ctas: int,
+            maxnreg: int,
+            enable_fp_fusion: bool,
+            **constants: object,
         ) -> SimpleNamespace:
             arguments = dict(zip(self._names, positional, strict=False)) | constants
             arguments["c"] = float(torch.tensor(arguments["c"]))  # as kernels have it
             assert list(arguments) == self._names
             assert enable_fp_fusion
             assert 0 < grid[0] <= arguments["rows"]
-            assert 32 * num_warps == arguments["ROW"].threads
+            assert 32 * num_warps * num_ctas == arguments["ROW"].threads
             self.append(arguments)
             _compute(SimpleNamespace(**arguments))
             return SimpleNamespace(n_spills=0)
