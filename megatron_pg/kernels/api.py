@@ -153,5 +153,5 @@ def policy_gradient_loss(  # noqa: D417
             found = triton_loss(
                 logits, policy_loss, vocabulary, grad_scale=grad_scale, entropy=entropy, inplace=inplace
             )
-    has_none = found.entropy is None or entropy or policy_loss.terms.reads_entropy
-    return found if has_none else replace(found, entropy=None)
+    is_wanted = entropy or policy_loss.terms.reads_entropy
+    return found if is_wanted or found.entropy is None else replace(found, entropy=None)

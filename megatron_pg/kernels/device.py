@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -54,3 +55,12 @@ def _device() -> tuple[torch.device, str]:
     if found.type != "cuda":
         return cpu, f"{version} was built for CUDA {cuda}, but tensors made on cuda are on the {found.type} here"
     return found, f"{version}, CUDA {cuda}, {torch.cuda.get_device_name(found)}"
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Number of multiprocessors, cached: the query costs more host time than a small launch.
+
+    For Triton's interpreter, the number is small, so that programs take several tiles.
+    """
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3

@@ -4,18 +4,18 @@ The product is persistent: a program takes one tile of rows and columns after th
 while a tile ends. `GROUP` tiles of rows are taken for each tile of columns, so that repeated reads hit the L2 cache.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_pg.kernels import Vocabulary
+from megatron_pg.kernels.device import multiprocessors
 from megatron_pg.kernels.triton.tiles import FUSED
+from megatron_pg.kernels.triton.vocab_parallel import log2_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +66,11 @@ def launch(
         TensorDescriptor.from_tensor(weight.detach(), [t.columns, t.depth]),
         None if out is None else TensorDescriptor.from_tensor(out, [t.rows, t.columns // t.parts]),
     )
-    scale = math.log2(math.e) / vocabulary.temperature
-    sizes = count, columns, vocabulary.valid, states.shape[1], vocabulary.first, scale
+    sizes = count, columns, vocabulary.valid, states.shape[1], vocabulary.first, log2_scale(vocabulary)
     options = t.constants | {"num_warps": t.warps, "num_stages": t.stages, "CAP": vocabulary.softcap} | FUSED
     number = triton.cdiv(count, t.rows) * triton.cdiv(columns, t.columns)
-    programs = min(number, t.programs * _multiprocessors(states.device))
+    programs = min(number, t.programs * multiprocessors(states.device))
     product_kernel[(programs,)](*described, of_rows, *sizes, EPILOGUE=epilogue, **options)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    """Few through the interpreter, so that programs take several tiles."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 @triton.jit(do_not_specialize=["rows", "first"])

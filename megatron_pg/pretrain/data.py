@@ -11,8 +11,8 @@ def checked_data(returned: Any, args: Namespace) -> tuple[Any, Any, Any]:
     """Training, validation and test data that the dataset provider returned.
 
     Raises:
-        ArgumentError: rule E64, if they are not three, if there are no training data to train on, if these have the
-            wrong type for --docs-per-step, or if an evaluation has no iterator.
+        ArgumentError: rule E64. They are not three, training data are missing or have the wrong type for
+            --docs-per-step, or an evaluation has no iterator.
     """
     if problem := _problem(returned, args):
         raise ArgumentError([("E64", f"dataset provider returned {problem}")])

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.declarations.single_pass import Path, path_of
+from megatron_pg.kernels.device import multiprocessors
 from megatron_pg.kernels.losses import detail_of, loss_of, reader_of
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.readers import read
@@ -92,11 +93,9 @@ class _SinglePass(torch.autograd.Function):
                 "backward ran a second time through one grpo_loss, whose gradient was made once and handed over. "
                 "Call grpo_loss again, or use impl='torch'."
             )
-        from megatron_pg.kernels.triton import single_pass
-
         gradient, ctx.gradient = ctx.gradient, None
         sizes = *gradient.shape, gradient.stride(0)
-        rescale_kernel[(4 * single_pass.multiprocessors(gradient.device),)](
+        rescale_kernel[(4 * multiprocessors(gradient.device),)](
             gradient, grad_loss, ctx.grad_scale, *sizes, BLOCK=RESCALE_BLOCK, num_warps=8, **FUSED
         )
         return gradient, None, None, None, None, None

@@ -1,6 +1,5 @@
 """The single-pass kernel's launch: how a program holds a row, which logits are accepted, arguments and results."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,10 +9,12 @@ import torch
 import triton
 from torch import Tensor
 
+from megatron_pg.kernels.device import multiprocessors
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.triton.single_pass_kernel import Tiling, single_pass_kernel
 from megatron_pg.kernels.triton.terms import KernelTerms, field_pointers, term_losses
 from megatron_pg.kernels.triton.tiles import FUSED, Kind
+from megatron_pg.kernels.triton.vocab_parallel import log2_scale
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -94,12 +95,6 @@ def _shared_memory(device: torch.device) -> int:
     return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
-@lru_cache
-def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors, cached: the query costs more host time than a small launch."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 _clusters: dict[tuple[torch.device, int], int] = {}  # that run at a time on a device, by their number of blocks
 
 
@@ -141,19 +136,22 @@ def loss_and_gradient(
     """
     terms, rows = KernelTerms.of(policy_loss.terms), logits.shape[0]
     out = torch.empty(5 + (terms.kl is not None), rows, dtype=torch.float32, device=logits.device)
-    valid, temperature = vocabulary.valid, vocabulary.temperature
+    valid = vocabulary.valid
     shape = Shape.of_row(valid, logits.element_size(), is_capped=vocabulary.softcap is not None)
     tensors = logits, gradient, policy_loss.fields.targets.contiguous(), field_pointers(policy_loss), out
-    sizes = valid, logits.stride(0), gradient.stride(0), math.log2(math.e) / temperature
-    scale = grad_scale / policy_loss.terms.grad_divisor / temperature
+    sizes = valid, logits.stride(0), gradient.stride(0), log2_scale(vocabulary)
+    scale = grad_scale / policy_loss.terms.grad_divisor / vocabulary.temperature
     kind = Kind(logits.dtype == torch.bfloat16, vocabulary.softcap)
     options = terms.constants | {"KIND": kind, "ENTROPY": entropy or terms.bonus is not None, "ROW": shape.tiling}
     options |= shape.options | FUSED
     after_rows = *sizes, terms.numbers, terms.coefficients, scale, 0
+
+    def launch(programs: int, rows: int) -> Any:
+        return single_pass_kernel[(programs,)](*tensors, rows, *after_rows, **options)
+
     if most_programs is None:
-        idle = lambda: single_pass_kernel[(1,)](*tensors, 0, *after_rows, **options)  # noqa: E731
-        most_programs = _programs(logits.device, shape, idle)
-    compiled = single_pass_kernel[(min(rows, most_programs),)](*tensors, rows, *after_rows, **options)
+        most_programs = _programs(logits.device, shape, lambda: launch(1, 0))
+    compiled = launch(min(rows, most_programs), rows)
     if valid < gradient.shape[1]:
         gradient[:, valid:] = 0
     token_losses, weighted, logprobs, log_ratios, entropies, *kl = out.unbind()
