@@ -4,15 +4,13 @@ See docs/hosts/miles.md.
 """
 
 import argparse
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from megatron_pg.hosts.patching import run
 from megatron_pg.hosts.rollout.host import RolloutHost
-from megatron_pg.hosts.rollout.samples import Rollout
 from megatron_pg.hosts.startup import flag_of
 
-__all__ = ["before_log_prob", "before_train_step", "init", "loss"]
+__all__ = ["init", "loss"]
 
 REFUSED = {
     "true_on_policy_mode": "rounds log-probabilities to bfloat16",
@@ -32,9 +30,7 @@ class Miles(RolloutHost):
     signatures = (
         "miles.backends.training_utils.loss:loss_function(args, batch, num_microbatches, logits, "
         "apply_megatron_loss_scaling, num_rollouts)",
-        "miles.backends.megatron_utils.model:train_one_step(args, rollout_id, step_id, data_iterator, model, "
-        "optimizer, opt_param_scheduler, num_microbatches, num_rollouts, witness_info, attempt)",
-        "miles.backends.megatron_utils.actor:get_data_iterator(args, model, rollout_data)",
+        "miles.backends.training_utils.data:DataIterator(rollout_data)",
     )
     losses = "miles.backends.training_utils.loss_hub.losses"
     logger = "miles.utils.tracking_utils.tracking:log"
@@ -47,20 +43,9 @@ class Miles(RolloutHost):
             if vars(args).get(name):
                 yield f"{flag_of(name)} {reason}, so this loss does not support it; remove it"
 
-    def rollout(self, args: argparse.Namespace, data: Mapping[str, Any]) -> Rollout:
-        """The rollout in miles' data."""
-        if "micro_batch_indices" not in data:
-            raise ValueError(
-                "the rollout data have no micro_batch_indices: miles has split this batch in the trainer "
-                "(multimodal data, fewer rollouts than --global-batch-size, several replicas), where the samples "
-                "of a micro-batch are not known in advance. Use none of these."
-            )
-        return super().rollout(args, data)
-
 
 HOST = Miles()
 init, loss = HOST.init, HOST.loss
-before_train_step, before_log_prob = HOST.before_train_step, HOST.before_log_prob
 
 if __name__ == "__main__":
     run(HOST.main)

@@ -53,7 +53,11 @@ class Rollout:
             HostLossError: a key is missing, or the schedule is inconsistent.
         """
         if missing := [key for key in (*_READ, *_SCHEDULE, self.rollouts_per_step) if key not in self.data]:
-            raise HostLossError(f"the rollout data have no {', '.join(missing)}, which the plan of the steps needs.")
+            raise HostLossError(
+                f"the rollout data have no {', '.join(missing)}, which the plan of the steps needs.",
+                "Use a release of the trainer that docs/hosts lists. In miles, use neither multimodal data, fewer "
+                "rollouts than --global-batch-size nor several replicas, for which it splits batches in the trainer.",
+            )
         indices, numbers = (self.data[key] for key in _SCHEDULE)
         if len(numbers) != len(self.counts) or sum(numbers) != len(indices):
             raise HostLossError(

@@ -23,14 +23,13 @@ from torch import Tensor
 from megatron_pg.cp_utils import padded_length
 from megatron_pg.hosts.head import HostHead
 from megatron_pg.hosts.log import HostLog
-from megatron_pg.hosts.patching import wrap
 from megatron_pg.hosts.rollout.samples import Rollout
 from megatron_pg.hosts.step import HostLossError, HostStep
 from megatron_pg.lm_head.output_layer import HeadCall
 from megatron_pg.plan.collectives import all_gather_rows
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.step.findings import StepReport
+from megatron_pg.step.findings import before_finalize
 
 SCALING = "takes N·Σwℓ, with --calculate-per-token-loss T̃·Σwℓ; the host and Megatron bring it back to Σwℓ"
 SCALING_OF_CRITICS = f"{SCALING}; times 2, because its value loss has no ½"
@@ -57,9 +56,12 @@ class RolloutTrainer:
         self._log, self._per_token = log, per_token
         self._steps: list[HostStep] = []
         self._work: dict[int, _Work] = {}  # by the id of its first sample's tokens, which the host passes on
-        self._numbers, self._current = (0, 0), HostStep(settings)  # the host's numbers of rollout and step
-        self._report: StepReport  # of the latest step
+        self._current = HostStep(settings)
         self._rollout: Rollout | None = None  # kept, because `_work` uses the ids of its tokens
+
+    def install(self, model: Sequence[Any]) -> None:
+        """Install the head of the settings in a model; every rank must call."""
+        self.head.install(model, parallel_state.get_data_parallel_group())
 
     def plan(self, rollout: Rollout) -> None:
         """Plan every optimizer step of a rollout; every rank must call."""
@@ -123,39 +125,36 @@ class RolloutTrainer:
             )
         return call
 
-    def begin_step(self, rollout_id: int, number: int, model: Sequence[Any], optimizer: Any) -> None:
-        """Prepare optimizer step `number` of the rollout: install the head, the checks before finalize, and the log."""
+    def run(
+        self, rollout_id: int, number: int, model: Sequence[Any], optimizer: Any, scheduler: Any, train: Callable
+    ) -> Any:
+        """Optimizer step `number` of a rollout: what the host's `train` returns, which runs and steps.
+
+        The losses are checked before the gradients are reduced, and the step is logged after it.
+        """
         if self.head.is_waiting:
             raise HostLossError(
                 "the trainer has computed log-probabilities by another function than megatron_pg's, and "
                 "--pg-fused-head leaves it no logits.",
                 _NO_HEAD,
             )
-        self._current, self._numbers = self._steps[number], (rollout_id, rollout_id * len(self._steps) + number)
-        self.head.install(model)
-        wrap(get_model_config(model[0]), "finalize_model_grads_func", self._check_and_finalize)
-        if self._log is not None:
-            wrap(optimizer, "step", partial(self._step_and_write, self._log, optimizer))
-
-    def _check_and_finalize(self, finalize: Callable, *given: object, **named: object) -> Any:
-        report = self._current.finish(reports=parallel_state.get_tensor_model_parallel_rank() == 0)
-        if report is not None:
-            self._report = report
-        if self._current is self._steps[-1]:  # the host frees the rollout data before its rollout engine wakes up
-            self._rollout, self._work = None, {}
-        return finalize(*given, **named)
-
-    def _step_and_write(self, log: HostLog, optimizer: Any, step: Callable, *given: object, **named: object) -> Any:
-        result = step(*given, **named)
-        if not (isinstance(result, tuple) and len(result) == 3):
-            raise HostLossError(
-                f"optimizer.step returned {type(result).__name__}, not (success, gradient norm, number of zeros)."
-            )
-        is_done, grad_norm, _ = result
-        groups = optimizer.param_groups
+        step, found = self._steps[number], []
+        self._current, reports = step, parallel_state.get_tensor_model_parallel_rank() == 0
+        groups, position = optimizer.param_groups, scheduler.num_steps  # which moves with the optimizer
         rate = float(groups[0]["lr"]) if groups else None
-        log.write(*self._numbers, self._report, grad_norm=grad_norm, learning_rate=rate, skipped=not is_done)
-        return result
+        with before_finalize(get_model_config(model[0]), lambda: found.append(step.finish(reports=reports))):
+            returned = train()
+        if not found or not isinstance(returned, tuple) or len(returned) < 2:
+            raise HostLossError(
+                f"train_one_step has not finalized gradients, or it returned {type(returned).__name__}, not (losses, "
+                "gradient norm, …)."
+            )
+        if step is self._steps[-1]:  # the host frees the rollout data before its rollout engine wakes up
+            self._rollout, self._work = None, {}
+        if self._log is not None:
+            own, skipped = rollout_id * len(self._steps) + number, scheduler.num_steps == position
+            self._log.write(rollout_id, own, found[0], grad_norm=returned[1], learning_rate=rate, skipped=skipped)
+        return returned
 
 
 def is_writer() -> bool:

@@ -442,8 +442,16 @@ class Optimizer:
         return True, 0.0, 0
 
 
-def scheduler() -> SimpleNamespace:
-    return SimpleNamespace(step=lambda increment=0: None, get_lr=lambda group: 0.0)
+class Scheduler:
+    """Counts, as Megatron's."""
+
+    num_steps = 0
+
+    def step(self, increment: int = 0) -> None:
+        self.num_steps += increment
+
+    def get_lr(self, group: dict) -> float:
+        return 0.0
 
 
 def inherited_flags(host: str) -> list[tuple[dict, dict, str]]:

@@ -65,6 +65,7 @@ def test_steps_take_their_own_micro_batches():
     ("name", "value", "message"),
     [
         ("num_microbatches", None, "the rollout data have no num_microbatches"),
+        ("micro_batch_indices", None, "have no micro_batch_indices, .* In miles, use neither multimodal data, fewer"),
         ("sample_indices", None, "the rollout data have no sample_indices"),
         ("n", [6], "are inconsistent"),
         ("num_microbatches", [1, 2, 2], "are inconsistent"),
