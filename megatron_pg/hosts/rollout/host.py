@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pg.declarations.declaration import flag_of
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.spelling import meant_flags
 from megatron_pg.hosts.log import HostLog
@@ -22,7 +23,7 @@ from megatron_pg.hosts.patching import attribute, check_signatures, launch, wrap
 from megatron_pg.hosts.rollout import flags as rollout_flags
 from megatron_pg.hosts.rollout.logprobs import response_logprobs
 from megatron_pg.hosts.rollout.samples import OF_CRITICS, OF_POLICIES, Rollout
-from megatron_pg.hosts.startup import CheckedArguments, add_host_arguments, check, defaults, flag_of, refuse, start
+from megatron_pg.hosts.startup import CheckedArguments, add_host_arguments, check, defaults, refuse, start
 
 _INIT = "custom_megatron_init_path"
 _USERS = "users_init_of_megatron_pg"  # the argument that stores the user's path
@@ -38,6 +39,7 @@ class RolloutHost:
     logger: str  # its function that logs metrics, as in `check_signatures` without parameters
     rollouts_per_step: str  # key of its data
     carried: Collection[str] = ("old_logprobs", "ref_logprobs", "teacher_logprobs")  # fields its batches can contain
+    unsupported = rollout_flags.UNSUPPORTED
     names_terms = False  # whether samples name their loss term
     returns_pair = False  # whether its function for log-probabilities returns an empty tensor before them
 
@@ -47,10 +49,6 @@ class RolloutHost:
         self.trainer: Any = None  # a RolloutTrainer, from `begin` on
         self._terms: dict[str, Any] = {}  # the loss terms of a `Rollout`
         self._log = ""  # path of the host's logger
-
-    def refused(self, args: argparse.Namespace) -> Iterable[str]:
-        """Messages about flags of this host alone."""
-        return ()
 
     def all_signatures(self) -> list[str]:
         """Those of every function that the adapter uses; the last one is the logger's."""
@@ -71,7 +69,7 @@ class RolloutHost:
             self.name,
             rollout_flags.given(args, role),
             megatron=vars(args),
-            answers=[*rollout_flags.answers(args, role), *self.refused(args)],
+            answers=rollout_flags.answers(args, role, self.unsupported),
             carried=self.carried,
             names_terms=self.names_terms or rollout_flags.trains_sft(args),
             role=role,

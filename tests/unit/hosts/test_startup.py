@@ -71,10 +71,10 @@ def test_every_violation_is_in_one_error():
         "their flag cannot",
         "--pg-dry-run ends",
         "--docs-per-step 3 sets the size of steps",
-        "--pg-correction top_entropy reads old_entropies, which the host",
-        "--loss-aggregation turn_mean reads turns of samples, which the host",
-        "--pg-sequence-level turn reads turns of samples, which the host",
-        "--pg-weight-denominator weights reads token_weights of samples, which the host",
+        "--pg-correction top_entropy reads old_entropies, which the batches of host",
+        "--loss-aggregation turn_mean reads turns, which the batches of host do not contain; remove it",
+        "--pg-sequence-level turn reads turns, which the batches of host do not contain; remove it",
+        "--pg-weight-denominator weights reads token_weights, which the batches of host",
         "--pg-temperature",
     ):
         assert part in text
