@@ -33,9 +33,7 @@ def checked(cfg: Any, refused: Sequence[str] = ()) -> CheckedArguments:
         refuse(f"loss_fn has no {', '.join(missing)}, as in {VERSION}; {fix}")
     usual = {name: field.get_default(call_default_factory=True) for name, field in type(cfg).model_fields.items()}
     answers = [*nemo_flags.answers(loss_fn, usual), *refused]
-    arguments = check("NeMo-RL", nemo_flags.given(loss_fn), megatron={}, answers=answers)
-    arguments.rows.append(("without effect", nemo_flags.not_read(loss_fn)))
-    return arguments
+    return check("NeMo-RL", nemo_flags.given(loss_fn), megatron={}, answers=answers)
 
 
 class PolicyGradientLossFn:
