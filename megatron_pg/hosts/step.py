@@ -62,9 +62,10 @@ class HostStep:
         self._context = context if context is not None and context.size() > 1 else None
         self._data_rank = 0 if data is None else data.rank()
         self._planned = None if samples_of is None else self._plan(samples_of, data)
-        self._samples: Sequence[Sample] = () if self._planned is None else self._planned.batches[0].samples
+        self.samples: Sequence[Sample] = (
+            () if self._planned is None else self._planned.batches[0].samples
+        )  # this rank's
         self._diagnostics: dict[LocalBatch, Diagnostics] = {}
-        self._sizes: dict[LocalBatch, int] = {}  # samples of each micro-batch
 
     def _plan(self, samples_of: Callable[[], Sequence[Sample]], data: ProcessGroup | None) -> PlannedStep:
         """The step as one micro-batch."""
@@ -105,7 +106,7 @@ class HostStep:
         """
         if self._planned is None:
             raise HostLossError("this pipeline stage has no loss, so it has no micro-batch.", "Call on the last stage.")
-        samples, size = [self._samples[i] for i in members], self._context.size() if self._context else 1
+        samples, size = [self.samples[i] for i in members], self._context.size() if self._context else 1
         if side_by_side:
             batch = pack(samples, qkv_format="bshd", cp_size=size, max_seq_len=padded_lengths[0])
         else:
@@ -113,7 +114,6 @@ class HostStep:
         local = self._planned.slice(batch, members, self._context, device)
         if self._on_policy:
             local = replace(local, fields=replace(local.fields, old_logprobs=None))
-        self._sizes[local] = len(members)
         return local
 
     def loss(
@@ -157,8 +157,8 @@ class HostStep:
             NonFiniteLossError: on every rank.
             HostLossError: on every rank; the loss was not computed exactly once for every sample.
         """
-        expected = len(self._samples) if has_loss else 0
-        astray = abs(expected - sum(self._sizes[local] for local in self._diagnostics))
+        expected = len(self.samples) if has_loss else 0
+        astray = abs(expected - sum(len(local.whole.samples) for local in self._diagnostics))
         with lost_peer_named(lambda: "after its forwards, before the optimizer moved"):
             gathered = gather_found(
                 self._diagnostics, self._settings.metrics, reports=reports, data_rank=self._data_rank, returned=astray
@@ -170,7 +170,7 @@ class HostStep:
                 "not moved.",
                 "Use a release of the trainer that docs/hosts lists, without plugins that replace its loss.",
             )
-        self._diagnostics, self._sizes = {}, {}
+        self._diagnostics = {}
         return None if self.plan is None else report_of(self.plan, self._settings.metrics, gathered)
 
 

@@ -52,7 +52,7 @@ _MAKES_LOGITS = "computes the logits itself, and NeMo-RL calls a loss after its 
 _NO_EFFECT = {  # our arguments without effect: why
     "fp32_lm_head": _MAKES_LOGITS,
     "pg_fused_head": _MAKES_LOGITS,
-    "pg_temperature": "has no effect, because NeMo-RL has divided the logits by policy.generation.temperature; remove it",
+    "pg_temperature": "is that of the logits, which NeMo-RL has divided by policy.generation.temperature; remove it",
     "pg_metrics_file": "has no effect, because the metrics go to NeMo-RL's logger as pg/…; remove it",
     "pg_no_mismatch_advice": "has no effect, because NeMo-RL's runs give no advice; remove it",
 }

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.declarations.declaration import flag_of
+from megatron_pg.declarations.declaration import attribute_of, flag_of
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.spelling import meant_flags
 from megatron_pg.hosts.log import HostLog
@@ -153,12 +153,12 @@ class RolloutHost:
         )
 
     def _train_one_step(self, train: Callable, *given: Any, **named: Any) -> Any:
-        """The host's optimizer step; the first one of a rollout plans all of them."""
+        """The host's optimizer step, planned before and logged after it."""
         bound = inspect.signature(train).bind(*given, **named).args
         args, rollout_id, number, iterators, model, optimizer, scheduler, *_ = bound
-        if number == 0:
-            self.trainer.plan(self.rollout(args, getattr(iterators[0], "rollout_data", {})))
-        return self.trainer.run(rollout_id, number, model, optimizer, scheduler, partial(train, *given, **named))
+        rollout = self.rollout(args, getattr(iterators[0], "rollout_data", {}))
+        theirs = partial(train, *given, **named)
+        return self.trainer.run(rollout, rollout_id, number, model, optimizer, scheduler, theirs)
 
     def main(self, words: Sequence[str]) -> None:
         """Run the host's script `words[0]` with our flags among its own."""
@@ -173,16 +173,14 @@ class RolloutHost:
         self, words: Sequence[str], parse_args: Callable, add_custom_arguments: Callable | None = None
     ) -> argparse.Namespace:
         """The host's `parse_args`, which also reads and checks our flags."""
-        parsers: list[argparse.ArgumentParser] = []
 
         def add_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-            parsers.append(parser)
             for each in (parser, *parser._action_groups):
                 each.conflict_handler = "resolve"  # the reducer's path is a flag of both, with one meaning
             return add_host_arguments(parser if add_custom_arguments is None else add_custom_arguments(parser))
 
         args = parse_args(add_custom_arguments=add_ours)
-        refuse(*_misspelt(words, {flag for parser in parsers for flag in parser._option_string_actions}))
+        refuse(*_misspelt(words, vars(args)))
         for role in ("policy", "critic") if vars(args).get("use_critic") else ("policy",):
             self.checked(args, role)
         vars(args).update({_USERS: vars(args).get(_INIT), _INIT: f"megatron_pg.{self.name}.init"})
@@ -198,6 +196,6 @@ def _misspelt(words: Sequence[str], known: Collection[str]) -> Iterable[str]:
     """Messages about flags that look like ours and are not: a host may silently ignore an unknown flag."""
     ours = [flag_of(name) for name in defaults()]
     for flag in [word.partition("=")[0] for word in words if word.startswith("--")]:
-        if flag not in known and (meant := meant_flags(flag, ours)) is not None:
+        if attribute_of(flag) not in known and (meant := meant_flags(flag, ours)) is not None:
             hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
             yield f"{flag} is not a flag of the host or of megatron_pg and would be silently ignored{hint}"

@@ -44,7 +44,7 @@ _REFUSED = ("dynamic_context_parallel", "use_megatron_fsdp")  # of the engine
 _TEMPERATURE = {"pg_temperature": "is a second temperature in addition to verl's rollout.temperature. Remove it."}
 
 
-def checked(engine: Any, model: Any, trained: Any | None) -> CheckedArguments:
+def checked(engine: Any, model: Any, trained: Any) -> CheckedArguments:
     """Our arguments of an engine (McoreEngineConfig), with what they inherit from verl's.
 
     `trained` is the McoreActorConfig or McoreCriticConfig that has this engine; None: the engine makes
@@ -79,10 +79,8 @@ def _of_objective(actor: Any, given: Mapping[str, Any]) -> Iterator[Answer]:
         yield f"actor.policy_loss.dro_beta is null, and {source} needs it. Set it to a positive number."
     if mode != "vanilla" and has_custom:
         yield f"{source} has no effect with pg_custom_objective_path. Remove one of them."
-    if has_custom:
-        reads = set(_CLIP.values())
-    else:
-        reads = set(numbers.values()) if is_theirs else numbers_of(ours)
+    reads = set(numbers.values()) if is_theirs else numbers_of(ours)
+    reads = set(_CLIP.values()) if has_custom else reads
     for name in {**numbers, **_USUAL}:
         value, number = attrgetter(name)(actor), numbers.get(name)
         value = actor.clip_ratio if value is None and name in _CLIP else value  # as verl reads it

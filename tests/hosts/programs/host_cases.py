@@ -10,7 +10,6 @@ from ast import literal_eval
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import step_oracle as oracle

@@ -55,13 +55,14 @@ def parse_args(add_custom_arguments=None):
 
 
 class Iterator:
-    def __init__(self, data: dict, indices: Sequence[Sequence[int]]):
-        self.rollout_data, self.indices, self.next = data, indices, 0
+    def __init__(self, data: dict, *, copies: bool = False):
+        self.rollout_data, self.copies, self.next = data, copies, 0
 
     def get_next(self, keys: Sequence[str]) -> dict:
-        members, self.next = self.indices[self.next], self.next + 1
         data = self.rollout_data
-        return {key: [data[key][i] for i in members] for key in keys if data.get(key) is not None}
+        members, self.next = data["micro_batch_indices"][self.next], self.next + 1
+        batch = {key: [data[key][i] for i in members] for key in keys if data.get(key) is not None}
+        return batch | ({"tokens": [tokens.clone() for tokens in batch["tokens"]]} if self.copies else {})
 
 
 def batch_of(iterator: Iterator) -> dict:
@@ -196,7 +197,7 @@ def train(
 ) -> tuple[list[list[Tensor]], list[dict]]:
     """Gradients of every optimizer step of a rollout, and what the logger was given.
 
-    `own`: as for `train_one_step`; `copies`: the trainer copies the samples' tokens after the steps are planned; `bypasses`: the
+    `own`: as for `train_one_step`; `copies`: the trainer copies the samples' tokens into its batches; `bypasses`: the
     model makes its logits without the product of its output layer; `own_pass`: the trainer computes log-probabilities
     by itself.
     """
@@ -211,7 +212,7 @@ def train(
     data = rollout(case, found, args.qkv_format)
     if host == "miles":  # which has neither
         del data["local_raw_reward"], data["source_names"]
-    iterators = [Iterator(data, data["micro_batch_indices"])]  # fields are added to the data later
+    iterators = [Iterator(data, copies=copies)]  # fields are added to the data later
     if args.loss_type == "policy_loss" and case.num_steps == 1 and not args.use_critic:
         del data["log_probs"]  # they are the loss's own
     if not args.compute_advantages_and_returns:
@@ -223,8 +224,6 @@ def train(
     train_step = sys.modules[f"{host}.backends.megatron_utils.model"].train_one_step
     counts = zip(data["num_microbatches"], data["num_rollouts"], strict=True)
     for number, (count, rollouts) in enumerate(counts):
-        if copies:
-            data["tokens"] = [tokens.clone() for tokens in data["tokens"]]
         train_step(args, 0, number, iterators, [model], optimizer, scheduler, count, rollouts, own)
     mask = weakref.ref(data["loss_masks"][0])
     del data, iterators
@@ -261,7 +260,7 @@ def passed(host: str, case: Case, **more: Any) -> float:
     with torch.no_grad():
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[Iterator(data, data["micro_batch_indices"])],
+            data_iterator=[Iterator(data)],
             model=[model],
             num_microbatches=sum(data["num_microbatches"]),
             seq_length=16,

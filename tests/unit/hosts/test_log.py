@@ -98,17 +98,6 @@ def test_without_a_file_the_hosts_own_number_decides(report):
     assert log._iteration == 9
 
 
-def test_a_file_that_counts_from_0_is_continued_as_it_is(tmp_path, report):
-    """Files without rounds number steps as the host does."""
-    path = tmp_path / "m.jsonl"
-    path.write_text("".join(f'{{"iteration": {k}}}\n' for k in range(6)), encoding="utf-8")
-    run(path, report, {2: 2})
-    run(path, report, {3: 2})
-    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert [line["iteration"] for line in found] == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert [line.get("host_round") for line in found] == [None] * 4 + [2, 2, 3, 3]
-
-
 def test_a_line_that_is_not_valid_is_named(tmp_path, report):
     path = tmp_path / "m.jsonl"
     run(path, report, {1: 1})

@@ -10,22 +10,17 @@ from megatron_pg.args import ArgumentError
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_pg.args.ArgumentWarning")  # about gspo's clip, and k3
 BOTH = [slime.HOST, miles.HOST]
 OF_HOSTS = [(host, *case) for host in BOTH for case in refused_flags("slime and miles")]
-OF_MILES_ALONE = dict.fromkeys(
-    (
-        *("true_on_policy_mode", "use_dynamic_global_batch_size", "delay_split_train_data_by_dp"),
-        *("skip_actor_forward_only", "observe_training_entropy", "debug_disable_optimizer"),
-    ),
-    True,
-) | {"multi_lora_n_adapters": 2}
+SWITCHES_OF_MILES = (
+    *("true_on_policy_mode", "use_dynamic_global_batch_size", "delay_split_train_data_by_dp"),
+    *("skip_actor_forward_only", "observe_training_entropy", "debug_disable_optimizer"),
+)
 OF_MILES = {  # what slime accepts, or does not have
     "pg_sampling_mask_missing": ("mask", "--pg-sampling-mask-missing mask reads sampling_mask, which the batches of m"),
     "pg_sampling_mask_entropy": ("kept", "--pg-sampling-mask-entropy kept reads sampling_mask"),
     "pg_term": (["sft:ce,weight=0.1"], "--pg-term sft:ce: the batches of miles name no loss terms"),
     "rollout_top_p": (0.9, "--rollout-top-p 0.9 leaves the batches without the kept tokens; use 1.0"),
-    **{
-        name: (value, f"--{name.replace('_', '-')} {'' if value is True else f'{value} '}{miles.Miles.unsupported[name]}")
-        for name, value in OF_MILES_ALONE.items()
-    },
+    "multi_lora_n_adapters": (2, "--multi-lora-n-adapters 2 gives every adapter its own batch"),
+    **{name: (True, f"--{name.replace('_', '-')} {miles.Miles.unsupported[name]}") for name in SWITCHES_OF_MILES},
 }
 
 
