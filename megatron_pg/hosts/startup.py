@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_pg.args import ArgumentError, ArgumentNotice, add_arguments, validate_args
+from megatron_pg.args import ArgumentError, ArgumentNotice, add_arguments, default_arguments, validate_args
 from megatron_pg.declarations.aggregations import is_by_turn
-from megatron_pg.declarations.declaration import Number, did_you_mean, flag_of
+from megatron_pg.declarations.declaration import Number, attribute_of, did_you_mean, flag_of
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.flags.banner import banner_of, describe, in_force
 from megatron_pg.flags.facts import Facts
@@ -40,39 +40,18 @@ Rows = list[tuple[str, str]]  # of the banner: name and text
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """A value that one of our arguments, or an option in it, takes from a flag of the host."""
+    """A value that one of our arguments, or an option in its text, takes from a flag of the host."""
 
     host_flag: str  # as the host's user writes it
-    attribute: str  # ours
+    ours: str  # the argument; of an option, "argument.option"
     value: Any
-    is_default: bool = False  # of the host: an argument of ours that is given replaces it
-    option: str | None = None  # of our argument's text; None: the whole argument, or the name that the text begins with
-
-    @classmethod
-    def number(cls, host_flag: str, number: Number, value: Any, is_default: bool = False) -> "Inherited":
-        """A number of the objective."""
-        if number.flag is not None:
-            return cls(host_flag, number.attribute, value, is_default)
-        return cls(host_flag, "pg_objective", value, is_default, number.name)
+    is_default: bool = False  # of the host: a value of ours that is given replaces it
 
     @property
-    def ours(self) -> str:
-        """Our flag, with the option."""
-        return flag_of(self.attribute) + (f" …,{self.option}=" if self.option else "")
-
-    def of(self, text: Any) -> Any:
-        """The value in our argument that this one replaces; None if it is not given."""
-        selected = Selection.of(self.ours, text)
-        if self.option is not None:
-            return selected.numbers.get(self.option, selected.given.get(self.option))
-        return selected.name if self.attribute in ("pg_objective", "pg_correction") else text
-
-    def put_into(self, text: Any) -> Any:
-        """Our argument with this value."""
-        if self.option is None:
-            return text if self.of(text) == self.value else self.value
-        selected = Selection.of(self.ours, text)
-        return joined(str(selected.name), {**selected.given, self.option: self.value})
+    def flag(self) -> str:
+        """Our flag, before its value."""
+        argument, _, option = self.ours.partition(".")
+        return flag_of(argument) + (f" …,{option}=" if option else " ")
 
 
 class Unused(str):
@@ -80,6 +59,11 @@ class Unused(str):
 
 
 Answer = Inherited | Unused | str  # to a flag of the host; a text says why this loss does not support it
+
+
+def place_of(number: Number) -> str:
+    """Where `Inherited` finds a number of the objective."""
+    return f"pg_objective.{number.name}" if number.flag is None else number.attribute
 
 
 def numbers_of(objective: Any) -> set[Number]:
@@ -114,7 +98,7 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
 
 def defaults() -> dict[str, Any]:
     """The default values of our arguments."""
-    return vars(add_host_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([]))
+    return default_arguments() | {"pg_metrics_file": None}
 
 
 def refuse(*messages: str, cause: Exception | None = None) -> None:
@@ -165,7 +149,7 @@ def check(
         try:
             validate_args(args)
         except ArgumentError as error:
-            inherits = [flag for flag in flags if flag.of(given.get(flag.attribute)) is None]
+            inherits = [flag for flag in flags if flag.ours not in _flat(given)]
             violations += [(rule, _by_host_flags(message, inherits)) for rule, message in error.violations]
         else:
             violations += [("E70", message) for message in _of_terms(host, args, carried, names_terms)]
@@ -208,28 +192,42 @@ def _merged(
             messages.append(f"{name} is not an argument since 0.3.0. Write {line}.")
         else:
             messages.append(f"{name} is not an argument of megatron_pg{did_you_mean(name, known, {})}")
-    ours = {name: given.get(name, usual) for name, usual in known.items()}
+    flat, ours = _flat(given), {name: given.get(name, usual) for name, usual in known.items()}
     for flag in inherited:
-        own, text = flag.of(given.get(flag.attribute)), ours[flag.attribute]
+        own, argument = flat.get(flag.ours), flag.ours.partition(".")[0]
         if own is not None and flag.is_default:
             continue
         if own not in (None, flag.value):
-            theirs, mine = f"{flag.host_flag} of {host}, {flag.value},", f"{flag_of(flag.attribute)} {text}"
+            theirs, mine = f"{flag.host_flag} of {host}, {flag.value},", f"{flag_of(argument)} {ours[argument]}"
             messages.append(f"{theirs} and {mine} contradict each other; remove one")
-        ours[flag.attribute] = flag.put_into(text)
-        shown.append(f"{flag.host_flag} is {flag.ours}{'' if flag.option else ' '}{flag.value}")
+        flat[flag.ours] = flag.value
+        options = {name.partition(".")[2]: value for name, value in flat.items() if name.startswith(f"{argument}.")}
+        name = flat.get(argument, known[argument])
+        ours[argument] = joined(name, options) if options else name
+        shown.append(f"{flag.host_flag} is {flag.flag}{flag.value}")
     return ours, [("inherited", "; ".join(shown))] if shown else [], messages
+
+
+def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are given, with the options of a text as "argument.option"."""
+    flat = dict(given)
+    for argument in ("pg_objective", "pg_correction"):
+        selected = Selection.of(argument, given.get(argument))
+        if selected.given:
+            options = selected.given | selected.numbers
+            flat |= {argument: selected.name, **{f"{argument}.{name}": value for name, value in options.items()}}
+    return flat
 
 
 def _by_host_flags(message: str, inherits: Iterable[Inherited]) -> str:
     """The message with the host's flags for ours that inherit from them."""
-    names = {(flag_of(f.attribute), f.option): f.host_flag.partition(" ")[0].rstrip(",") for f in inherits}
+    names = {f.ours: f.host_flag.partition(" ")[0].rstrip(",") for f in inherits}
 
     def shown(match: re.Match) -> str:
         flag, option, value = match.groups()
-        if (flag, option) in names and option is not None:
-            return f"{names[flag, option]} {value}"
-        return names.get((flag, None), flag) + match[0].removeprefix(flag)
+        if (place := f"{attribute_of(flag)}.{option}") in names:
+            return f"{names[place]} {value}"
+        return names.get(attribute_of(flag), flag) + match[0].removeprefix(flag)
 
     return re.sub(r"(--[\w-]+)(?: \w+,(\w+)=(\S+))?", shown, message)
 

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_pg.declarations.declaration import flag_of
 from megatron_pg.declarations.objectives import CAP, CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT, WEIGHT_CAP
 from megatron_pg.flags.option_text import Selection
-from megatron_pg.hosts.startup import Answer, Inherited, Unused, cut_groups, numbers_of, refused
+from megatron_pg.hosts.startup import Answer, Inherited, Unused, cut_groups, numbers_of, place_of, refused
 
 OURS = "megatron_pg"  # the key below `loss_fn` that holds our options
 _NOT_TRUNCATED = 1e9  # above e^20, at which log-ratios are clamped
@@ -98,7 +98,7 @@ def _of_objective(loss_fn: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterat
     reads = set() if ours.get("pg_custom_objective_path") else numbers_of(objective)
     for option, number, plus in _NUMBERS:
         if number in reads and loss_fn[option] is not None:
-            yield Inherited.number(f"loss_fn.{option}{' + 1' * plus}", number, plus + loss_fn[option])
+            yield Inherited(f"loss_fn.{option}{' + 1' * plus}", place_of(number), plus + loss_fn[option])
     if not {CLIP_EPS_LOW, CLIP_EPS_HIGH} & reads:
         yield Unused("ratio_clip_min, ratio_clip_max: the objective has no such bounds")
 
@@ -128,8 +128,8 @@ def _of_correction(loss_fn: Mapping[str, Any], ours: Mapping[str, Any]) -> Itera
     if name is not None:
         yield Inherited(f"loss_fn.{option}" + ("" if kind is None else f" with {kind}"), "pg_correction", name)
         low, high = loss_fn[f"{_TIS}_ratio_min"], _NOT_TRUNCATED if kind is None else loss_fn[f"{_TIS}_ratio"]
-        yield Inherited(f"loss_fn.{_TIS}_ratio_min", "pg_correction", 0.0 if low is None else low, option="low")
-        yield Inherited(f"loss_fn.{_TIS}_ratio", "pg_correction", high, option="high")
+        yield Inherited(f"loss_fn.{_TIS}_ratio_min", "pg_correction.low", 0.0 if low is None else low)
+        yield Inherited(f"loss_fn.{_TIS}_ratio", "pg_correction.high", high)
     elif loss_fn[option]:
         yield f"loss_fn.{_TIS}_type={kind!r} has no correction here; give megatron_pg.pg_correction instead"
     elif kind is not None:

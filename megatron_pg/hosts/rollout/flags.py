@@ -7,7 +7,7 @@ from typing import Any
 from megatron_pg.declarations.declaration import flag_of
 from megatron_pg.declarations.objectives import CAP, CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT, VALUE_CLIP
 from megatron_pg.flags.option_text import Selection
-from megatron_pg.hosts.startup import Answer, Inherited, cut_groups, defaults, numbers_of, refused
+from megatron_pg.hosts.startup import Answer, Inherited, cut_groups, defaults, numbers_of, place_of, refused
 from megatron_pg.rollouts.fields import POLICY
 
 _CLIPS = {"eps_clip": CLIP_EPS_LOW, "eps_clip_high": CLIP_EPS_HIGH}
@@ -74,7 +74,7 @@ def answers(args: argparse.Namespace, role: str, unsupported: Mapping[str, str])
         yield Inherited("--use-tis", "pg_correction", "tis")
         for name, (option, default) in _TIS.items():
             value = options[name]
-            yield Inherited(flag_of(name), "pg_correction", value, value == default, option)
+            yield Inherited(flag_of(name), f"pg_correction.{option}", value, value == default)
     yield from _of_terms(args)
     if (options.get("pg_fused_head") is not None or options.get("fp32_lm_head")) and args.enable_mtp_training:
         yield "--enable-mtp-training calls the output layer for other losses than the float32 head's. Remove one."
@@ -86,7 +86,7 @@ def _of_objective(args: argparse.Namespace) -> Iterator[Answer]:
     for flag, theirs in selected.items():
         yield Inherited(flag, "pg_objective", theirs)
     if [*selected] == ["--eps-clip-c"]:
-        yield Inherited.number("--eps-clip-c", CAP, args.eps_clip_c)
+        yield Inherited("--eps-clip-c", place_of(CAP), args.eps_clip_c)
     ours = Selection.of("--pg-objective", vars(args).get("pg_objective", DEFAULT)).name
     objective = next(iter(selected.values()), str(ours))  # of two that contradict each other, the host's
     if args.advantage_estimator == "cispo" and objective != "cispo":
@@ -97,7 +97,7 @@ def _of_objective(args: argparse.Namespace) -> Iterator[Answer]:
     if set(_CLIPS.values()) <= numbers_of(objective):
         for name, number in _CLIPS.items():
             value = getattr(args, name)
-            yield Inherited.number(flag_of(name), number, value, value == _EPS_CLIP)
+            yield Inherited(flag_of(name), place_of(number), value, value == _EPS_CLIP)
     elif (args.eps_clip, args.eps_clip_high) != (_EPS_CLIP, _EPS_CLIP):
         clips = f"--eps-clip {args.eps_clip} --eps-clip-high {args.eps_clip_high}"
         yield f"{clips} have no effect with --pg-objective {objective}; remove them"

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_pg.declarations import objectives
 from megatron_pg.declarations.choices import AT_ONCE
 from megatron_pg.declarations.declaration import Number
-from megatron_pg.hosts.startup import Answer, CheckedArguments, Inherited, check, numbers_of, refused
+from megatron_pg.hosts.startup import Answer, CheckedArguments, Inherited, check, numbers_of, place_of, refused
 
 TRAINED = "_megatron_pg_trained"  # attribute of a McoreEngineConfig: the actor's or critic's that it is part of
 RESPONSE_LENGTH = "_megatron_pg_response_length"  # attribute of an actor: verl's rollout.response_length
@@ -87,7 +87,7 @@ def _of_objective(actor: Any, given: Mapping[str, Any]) -> Iterator[Answer]:
         is_default = value == _USUAL.get(name)
         if number in reads and value is not None and (is_theirs or not is_default):
             absolute = float(value) + (number == objectives.WEIGHT_CAP)
-            yield Inherited.number(f"actor.{name}", number, absolute, is_default)
+            yield Inherited(f"actor.{name}", place_of(number), absolute, is_default)
         elif number not in reads and not is_default and not is_theirs:  # verl's own do not read all of them
             yield f"actor.{name}={value} has no effect with pg_objective {ours}; remove it"
     if mode in ("gspo", "sapo") and actor.loss_agg_mode != _SEQUENCE_MEAN and "loss_aggregation" not in given:
