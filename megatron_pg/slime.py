@@ -32,8 +32,7 @@ class Slime(RolloutHost):
     def begin(self, args: argparse.Namespace, role: str) -> None:
         super().begin(args, role)
         if role == "policy" and self.trainer.settings.correction.name == "none":
-            # under a custom loss slime runs a separate pass for old log-probabilities, although the only step computes
-            # them
+            # under a custom loss slime computes old log-probabilities in a pass, although the only step has them
             args.loss_type = "policy_loss"
             vars(import_module(self.losses))["policy_loss_function"] = self.loss
 

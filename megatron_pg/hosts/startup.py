@@ -16,7 +16,6 @@ from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
 from megatron_pg.flags.option_text import Selection, joined
 from megatron_pg.flags.spelling import replacement
-from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.fields import POLICY
 
 # Arguments of Megatron's own training loop. A host has its own batches, steps and evaluations, and its model adds the
@@ -35,7 +34,7 @@ _NO_EFFECT = {  # our arguments that a host cannot use: why
     "pg_dry_run": "ends Megatron's pretrain() before it builds the model, which the host builds; remove it",
 }
 
-Rows = list[tuple[str, str]]  # of the banner: name and text
+Rows = dict[str, str]  # of the banner: text by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +132,7 @@ def check(
     flags = [answer for answer in answers if isinstance(answer, Inherited)]
     ours, rows, messages = _merged(host, given, known, flags)
     unused = [answer for answer in answers if isinstance(answer, Unused)]
-    rows += [("without effect", "; ".join(unused))] if unused else []
+    rows |= {"without effect": "; ".join(unused)} if unused else {}
     messages += [answer for answer in answers if isinstance(answer, str) and answer not in unused]
     messages += refused(ours, _NO_EFFECT, known)
     messages += _not_carried(host, _reads(argparse.Namespace(**ours)), carried)
@@ -156,30 +155,26 @@ def check(
     if violations:
         raise ArgumentError(violations)
     if per_token and not facts.get(_PER_TOKEN):
-        text = f"--calculate-per-token-loss only sets how {host} and Megatron divide, not the aggregation"
-        rows.append(("per-token flag", text))
+        rows["per-token flag"] = (
+            f"--calculate-per-token-loss only sets how {host} and Megatron divide, not the aggregation"
+        )
     args.calculate_per_token_loss = per_token or vars(args).get(_PER_TOKEN, False)
     return CheckedArguments(args, rows)
 
 
-def start(host: str, checked: CheckedArguments, *, scaling: str, says: bool) -> tuple[LossSettings, dict[str, str]]:
-    """The settings in force and the rows of the banner, which this process prints if `says` is true."""
-    settings = LossSettings.from_args(checked.args)
-    rows = rows_of(host, CheckedArguments(in_force(checked.args, settings.kernel), checked.rows), scaling)
-    if says:
-        print_banner(rows)
-    return settings, dict(rows)
+def rows_of(host: str, checked: CheckedArguments, scaling: str, kernel: str | None = None) -> Rows:
+    """The rows of the banner.
+
+    `scaling` says what the host multiplies and divides the returned loss by; `kernel` which one is used, if known.
+    """
+    args = checked.args if kernel is None else in_force(checked.args, kernel)
+    of_loss = {name: text for name, text in describe(args) if name not in ("Megatron", "layout")}  # a host has its own
+    return of_loss | {host: scaling} | checked.rows
 
 
-def rows_of(host: str, checked: CheckedArguments, scaling: str) -> Rows:
-    """The rows of the banner; `scaling` says what the host multiplies and divides the returned loss by."""
-    of_loss = [row for row in describe(checked.args) if row[0] not in ("Megatron", "layout")]  # a host has its own
-    return [*of_loss, (host, scaling), *checked.rows]
-
-
-def print_banner(rows: Iterable[tuple[str, str]]) -> None:
+def print_banner(rows: Rows) -> None:
     """Print the rows to the host's log."""
-    print(banner_of([*rows]), flush=True)  # noqa: T201
+    print(banner_of([*rows.items()]), flush=True)  # noqa: T201
 
 
 def _merged(
@@ -205,7 +200,7 @@ def _merged(
         name = flat.get(argument, known[argument])
         ours[argument] = joined(name, options) if options else name
         shown.append(f"{flag.host_flag} is {flag.flag}{flag.value}")
-    return ours, [("inherited", "; ".join(shown))] if shown else [], messages
+    return ours, {"inherited": "; ".join(shown)} if shown else {}, messages
 
 
 def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,7 +209,7 @@ def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
     for argument in ("pg_objective", "pg_correction"):
         selected = Selection.of(argument, given.get(argument))
         if selected.given:
-            options = selected.given | selected.numbers
+            options = {**selected.given, **selected.numbers}
             flat |= {argument: selected.name, **{f"{argument}.{name}": value for name, value in options.items()}}
     return flat
 

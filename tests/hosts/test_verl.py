@@ -157,7 +157,7 @@ def test_without_options_the_loss_is_what_verls_actor_says(given, ours, text):
     """An option takes the place of what verl has by default."""
     args, rows = arguments(**given)
     assert {name: getattr(args, name) for name in ours} == ours
-    assert text in dict(rows).get("inherited", "")
+    assert text in rows.get("inherited", "")
 
 
 @of_gspo

@@ -18,12 +18,13 @@ from torch import Tensor
 from megatron_pg.declarations.declaration import attribute_of, flag_of
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.spelling import meant_flags
+from megatron_pg.hosts import startup
 from megatron_pg.hosts.log import HostLog
 from megatron_pg.hosts.patching import attribute, check_signatures, launch, wrap
 from megatron_pg.hosts.rollout import flags as rollout_flags
 from megatron_pg.hosts.rollout.logprobs import response_logprobs
 from megatron_pg.hosts.rollout.samples import OF_CRITICS, OF_POLICIES, Rollout
-from megatron_pg.hosts.startup import CheckedArguments, add_host_arguments, check, defaults, refuse, start
+from megatron_pg.plan.settings import LossSettings
 
 _INIT = "custom_megatron_init_path"
 _USERS = "users_init_of_megatron_pg"  # the argument that stores the user's path
@@ -63,9 +64,9 @@ class RolloutHost:
             f"{self.logger}(args, metrics, step_key)",
         ]
 
-    def checked(self, args: argparse.Namespace, role: str = "policy") -> CheckedArguments:
+    def checked(self, args: argparse.Namespace, role: str = "policy") -> startup.CheckedArguments:
         """Our arguments for the model of this role, with what they inherit from the host's."""
-        return check(
+        return startup.check(
             self.name,
             rollout_flags.given(args, role),
             megatron=vars(args),
@@ -110,9 +111,11 @@ class RolloutHost:
             vars(import_module(self.losses))["value_loss_function"] = self.loss
             if file is not None:  # the actor's, which is another process
                 file = str(Path(file).with_stem(f"{Path(file).stem}_critic"))
-                checked.rows.append(("metrics file", file))
-        settings, rows = start(self.name, checked, scaling=scaling, says=is_writer())
-        log = HostLog(settings, rows, file, partial(self._log_metrics, args)) if is_writer() else None
+                checked.rows["metrics file"] = file
+        settings, log = LossSettings.from_args(checked.args), None
+        if is_writer():
+            startup.print_banner(rows := startup.rows_of(self.name, checked, scaling, settings.kernel))
+            log = HostLog(settings, rows, file, partial(self._log_metrics, args))
         named = Facts(checked.args).terms_of_samples
         self._terms = {"term": rollout_flags.SFT} if rollout_flags.trains_sft(args) else {"named_terms": named}
         self.trainer = RolloutTrainer(settings, log, per_token=args.calculate_per_token_loss)
@@ -177,10 +180,10 @@ class RolloutHost:
         def add_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             for each in (parser, *parser._action_groups):
                 each.conflict_handler = "resolve"  # the reducer's path is a flag of both, with one meaning
-            return add_host_arguments(parser if add_custom_arguments is None else add_custom_arguments(parser))
+            return startup.add_host_arguments(parser if add_custom_arguments is None else add_custom_arguments(parser))
 
         args = parse_args(add_custom_arguments=add_ours)
-        refuse(*_misspelt(words, vars(args)))
+        startup.refuse(*_misspelt(words, vars(args)))
         for role in ("policy", "critic") if vars(args).get("use_critic") else ("policy",):
             self.checked(args, role)
         vars(args).update({_USERS: vars(args).get(_INIT), _INIT: f"megatron_pg.{self.name}.init"})
@@ -194,7 +197,7 @@ class RolloutHost:
 
 def _misspelt(words: Sequence[str], known: Collection[str]) -> Iterable[str]:
     """Messages about flags that look like ours and are not: a host may silently ignore an unknown flag."""
-    ours = [flag_of(name) for name in defaults()]
+    ours = [flag_of(name) for name in startup.defaults()]
     for flag in [word.partition("=")[0] for word in words if word.startswith("--")]:
         if attribute_of(flag) not in known and (meant := meant_flags(flag, ours)) is not None:
             hint = f"; did you mean {' or '.join(meant)}?" if meant else ""

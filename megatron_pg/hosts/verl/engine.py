@@ -26,17 +26,17 @@ from megatron_pg.batch import LocalBatch
 from megatron_pg.hosts.head import output_layers
 from megatron_pg.hosts.log import HostLog
 from megatron_pg.hosts.patching import attribute
-from megatron_pg.hosts.startup import print_banner, start
+from megatron_pg.hosts.startup import print_banner, rows_of
 from megatron_pg.hosts.step import HostStep
 from megatron_pg.hosts.verl.options import TRAINED, checked
 from megatron_pg.hosts.verl.samples import samples_of
 from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.label_logprobs import label_logprobs
-from megatron_pg.lm_head import Head
-from megatron_pg.lm_head.heads import rows_of
+from megatron_pg.lm_head import Head, heads
 from megatron_pg.lm_head.inputs import enter
 from megatron_pg.lm_head.output_layer import check_layer, softcap_of
 from megatron_pg.plan.errors import StepPlanError
+from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.findings import StepReport, before_finalize
 from megatron_pg.step.loss import vocabulary_of
@@ -67,7 +67,8 @@ class PolicyGradientEngine(_Theirs):
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any):
         self._trained = None if engine_config.forward_only else vars(engine_config).get(TRAINED)
         arguments = checked(engine_config, model_config, self._trained)
-        self._settings, self._rows = start("verl", arguments, scaling=SCALING, says=False)
+        self._settings = LossSettings.from_args(arguments.args)
+        self._rows = rows_of("verl", arguments, SCALING, self._settings.kernel)
         self._role = _CRITIC if self._settings.is_critic else _POLICY
         if self._role is _POLICY:
             self._rows["temperature"] = "softmax(z / τ), τ of the rollouts  (verl's rollout.temperature)"
@@ -85,7 +86,7 @@ class PolicyGradientEngine(_Theirs):
     def initialize(self) -> None:
         """Print the banner, then build the model."""
         if torch.distributed.get_rank() == 0 and self._trained is not None:
-            print_banner(self._rows.items())
+            print_banner(self._rows)
         super().initialize()
         if self.engine_config.use_fused_kernels:
             for layer in output_layers(self.module):
@@ -236,20 +237,14 @@ class PolicyGradientEngine(_Theirs):
         return outputs | ({"entropy": entropy.view(label.shape)} if calculate_entropy else {})
 
     def _linear_cross_entropy(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        temperature: float = 1.0,
-        reduction: str = "none",
-        dist_process_group: ProcessGroup | None = None,
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, reduction: str, group: ProcessGroup
     ) -> tuple[Tensor, Tensor]:
         """Our fused head for verl's [T, 1, H]: chunks of float32 logits, which the backward recomputes."""
-        vocabulary = self._vocabulary(len(weight), dist_process_group, self._softcap)
+        vocabulary = self._vocabulary(len(weight), group, self._softcap)
         head = Head(mode="recompute", backward=self._settings.head_backward, impl=self._settings.impl)
         if not self.tf_config.sequence_parallel:  # else verl has gathered them, and its backward reduce-scatters
             hidden = enter(hidden, vocabulary.tp_group, False)
-        logprobs, entropy, _ = rows_of(hidden.flatten(0, -2), weight, labels.flatten(), None, vocabulary, head)
+        logprobs, entropy, _ = heads.rows_of(hidden.flatten(0, -2), weight, labels.flatten(), None, vocabulary, head)
         return logprobs, entropy
 
     def _vocabulary(self, columns: int, group: ProcessGroup | None, softcap: float | None = None) -> Vocabulary:

@@ -34,7 +34,7 @@ def checked(host, given: dict, role: str = "policy"):
 def test_flags_of_the_host_are_inherited(host, given, ours, text):
     args, rows = checked(host, given)
     assert {name: getattr(args, name) for name in ours} == ours
-    assert text in dict(rows).get("inherited", "")
+    assert text in rows.get("inherited", "")
 
 
 @pytest.mark.parametrize(("given", "ours", "text"), inherited_flags("slime"))
