@@ -181,7 +181,7 @@ def test_other_losses_pass_unchanged():
 @pytest.mark.parametrize(
     ("absent", "message"),
     [
-        (None, r"did not pass the driver's Policy\.train"),
+        (None, r"^the rows have no megatron_pg_weights, which the driver's Policy\.train passes on\. Run"),
         ("generation_logprobs", "the rows have no generation_logprobs"),
     ],
 )

@@ -121,13 +121,11 @@ class PolicyGradientLossFn:
 
     def _fields(self, output: Tensor, data: Mapping[str, Any], context: ProcessGroup | None) -> TokenFields:
         """[b · s / C] each, in the order of the output: a token's values are at the position before its own."""
-        reads = ("input_ids", "token_mask", "sample_mask", *FIELDS.values())
+        reads = ("input_ids", "token_mask", "sample_mask", *FIELDS.values(), f"{COLUMN}weights")
         if missing := ", ".join(name for name in reads if name not in data):
-            raise ValueError(f"the rows have no {missing}. Use a release of NeMo-RL that docs/hosts lists.")
-        if COLUMN + "weights" not in data:
             raise ValueError(
-                "the rows have no weights, because they did not pass the driver's Policy.train; run NeMo-RL's script "
-                "by python -m megatron_pg.nemo_rl"
+                f"the rows have no {missing}, which the driver's Policy.train passes on. Run NeMo-RL's script by python -m "
+                "megatron_pg.nemo_rl, with a release of NeMo-RL that docs/hosts lists."
             )
         width, index = output.shape[1], None
         if context is not None:

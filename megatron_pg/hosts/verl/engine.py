@@ -119,21 +119,19 @@ class PolicyGradientEngine(_Theirs):
         set_value = attribute("verl.utils.tensordict_utils:assign_non_tensor")
         set_value(data, calculate_entropy=self._settings.metrics.needs_entropy or self._settings.terms.reads_entropy)
         data[_ROW] = torch.arange(len(data))
+        found: list[Any] = []  # the step's report
+        has_loss = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        finish = partial(self._step.finish, reports=self.is_mp_src_rank_with_outputs(), has_loss=has_loss)
         try:
-            with before_finalize(get_model_config(self.module[0]), partial(self._check, self._step)):
+            with before_finalize(get_model_config(self.module[0]), lambda: found.append(finish())):
                 output = super().forward_backward_batch(data, None, forward_only)
         finally:
             self._step = None
+        (self._report,) = found
         if self.is_mp_src_rank_with_outputs():
             named = {f"pg/{name}": [value] for name, value in self._report.metrics.items()}
             output["metrics"] |= {self._role.metric: named[self._role.ours], **named}
         return output
-
-    def _check(self, step: HostStep) -> None:
-        has_loss = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        report = step.finish(reports=self.is_mp_src_rank_with_outputs(), has_loss=has_loss)
-        if report is not None:
-            self._report = report
 
     def optimizer_step(self) -> Any:
         """Step verl's optimizer, and log the step."""
