@@ -124,8 +124,8 @@ class PolicyGradientLossFn:
         reads = ("input_ids", "token_mask", "sample_mask", *FIELDS.values(), f"{COLUMN}weights")
         if missing := ", ".join(name for name in reads if name not in data):
             raise ValueError(
-                f"the rows have no {missing}, which the driver's Policy.train passes on. Run NeMo-RL's script by python -m "
-                "megatron_pg.nemo_rl, with a release of NeMo-RL that docs/hosts lists."
+                f"the rows have no {missing}, which the driver's Policy.train passes on. Run NeMo-RL's script by "
+                "python -m megatron_pg.nemo_rl, with a release of NeMo-RL that docs/hosts lists."
             )
         width, index = output.shape[1], None
         if context is not None:
