@@ -3,21 +3,20 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.lm_head.output_layer import DeferredHead, HeadCall, check_layer, compute_in_float32
+from megatron_pg.lm_head.output_layer import DeferredHead, check_layer, compute_in_float32
 from megatron_pg.plan.errors import StepPlanError
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.checks import check_agreement
 
 
-class HostHead:
+class HostHead(DeferredHead):
     """Installs the head of the settings in a model. The fused head replaces the logits of every forward."""
 
     def __init__(self, settings: LossSettings):
+        super().__init__()
         self._settings = settings
-        self._deferred = DeferredHead()
         self._runs: list[Callable[[], bool]] = []  # by layer: whether its float32 product ran
 
     def install(self, chunks: Sequence[Any], data: ProcessGroup | None = None) -> None:
@@ -41,18 +40,9 @@ class HostHead:
             check_agreement((), None, error, data)
         for layer in layers:
             if is_fused:
-                self._deferred.put_into(layer, lambda: True)
+                self.put_into(layer, lambda: True)
             else:
                 self._runs.append(compute_in_float32(layer, backward=self._settings.head_backward))
-
-    def take(self, logits: Tensor) -> HeadCall | None:
-        """The arguments of the layer in the latest forward, which returned `logits`; None where it computed logits."""
-        return self._deferred.take(logits)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether nobody has taken the hidden states of the latest forward."""
-        return self._deferred.is_waiting
 
     def is_bypassed(self) -> bool:
         """Whether the latest forward made logits without the head of the settings."""

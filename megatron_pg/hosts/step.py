@@ -13,13 +13,12 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, pack, pack_row
 from megatron_pg.declarations.corrections import CORRECTIONS
-from megatron_pg.lm_head.output_layer import HeadCall
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.findings import StepReport, gather_found, report_of
-from megatron_pg.step.loss import Diagnostics, microbatch_head_loss, microbatch_logprobs_loss, microbatch_loss
+from megatron_pg.step.loss import Diagnostics
 from megatron_pg.step.lost_peers import lost_peer_named
 
 
@@ -116,31 +115,12 @@ class HostStep:
             local = replace(local, fields=replace(local.fields, old_logprobs=None))
         return local
 
-    def loss(
-        self,
-        local: LocalBatch,
-        logits: Tensor,  # [T, V / tp]; the Triton kernels may overwrite them
-        tp_group: ProcessGroup | None,  # tensor-parallel group; None: one rank
-        grad_scale: float,  # the gradient of S in the host's backward, without a loss scale
-        *,
-        is_bypassed: bool = False,  # whether the head in the output layer did not make the logits, for `finish`
-    ) -> Tensor:
-        """S from logits; with sequence-level terms every context-parallel rank must call."""
-        tp_group = tp_group if tp_group is not None and tp_group.size() > 1 else None
-        total, diagnostics = microbatch_loss(logits, local.fields, self._settings, tp_group, grad_scale=grad_scale)
-        self._diagnostics[local] = diagnostics._replace(is_bypassed=is_bypassed)
-        return total
+    def keep(self, local: LocalBatch, computed: tuple[Tensor, Diagnostics]) -> Tensor:
+        """S of a micro-batch, computed by a function of `megatron_pg.step.loss`, whose diagnostics `finish` reads.
 
-    def head_loss(self, local: LocalBatch, call: HeadCall, grad_scale: float) -> Tensor:
-        """S by the fused head, from a call of the output layer."""
-        total, self._diagnostics[local] = microbatch_head_loss(
-            call, local.fields, local.trained, self._settings, grad_scale=grad_scale
-        )
-        return total
-
-    def logprobs_loss(self, local: LocalBatch, logprobs: Tensor, entropy: Tensor | None = None) -> Tensor:
-        """S from log-probabilities [T] of the host, or from a critic's values."""
-        total, self._diagnostics[local] = microbatch_logprobs_loss(logprobs, entropy, local.fields, self._settings)
+        The gradient scale of that function is the gradient of S in the host's backward, without a loss scale.
+        """
+        total, self._diagnostics[local] = computed
         return total
 
     def finish(self, *, reports: bool, has_loss: bool = True) -> StepReport | None:

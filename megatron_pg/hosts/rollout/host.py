@@ -143,10 +143,13 @@ class RolloutHost:
         )
         return (torch.empty(0, device=logits.device), found) if self.returns_pair else found
 
-    def rollout(self, args: argparse.Namespace, data: Mapping[str, Any]) -> Rollout:
-        """The rollout in the host's data."""
+    def _train_one_step(self, train: Callable, *given: Any, **named: Any) -> Any:
+        """The host's optimizer step, planned before and logged after it."""
+        bound = inspect.signature(train).bind(*given, **named).args
+        args, rollout_id, number, iterators, model, optimizer, scheduler, *_ = bound
         old = {"old_logprobs": "rollout_log_probs"} if args.use_rollout_logprobs else {}
-        return Rollout(
+        data = getattr(iterators[0], "rollout_data", {})
+        rollout = Rollout(
             data=data,
             rollouts_per_step=self.rollouts_per_step,
             parts=OF_CRITICS if self.trainer.settings.is_critic else OF_POLICIES | old,
@@ -154,12 +157,6 @@ class RolloutHost:
             row_width=data["max_seq_lens"][0] if vars(args).get("qkv_format") == "bshd" else None,
             **self._terms,
         )
-
-    def _train_one_step(self, train: Callable, *given: Any, **named: Any) -> Any:
-        """The host's optimizer step, planned before and logged after it."""
-        bound = inspect.signature(train).bind(*given, **named).args
-        args, rollout_id, number, iterators, model, optimizer, scheduler, *_ = bound
-        rollout = self.rollout(args, getattr(iterators[0], "rollout_data", {}))
         theirs = partial(train, *given, **named)
         return self.trainer.run(rollout, rollout_id, number, model, optimizer, scheduler, theirs)
 

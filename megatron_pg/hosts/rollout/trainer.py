@@ -29,6 +29,7 @@ from megatron_pg.lm_head.output_layer import HeadCall
 from megatron_pg.plan.collectives import all_gather_rows
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.findings import before_finalize
+from megatron_pg.step.loss import microbatch_head_loss, microbatch_loss
 
 SCALING = "takes N·Σwℓ, with --calculate-per-token-loss T̃·Σwℓ; the host and Megatron bring it back to Σwℓ"
 SCALING_OF_CRITICS = f"{SCALING}; times 2, because its value loss has no ½"
@@ -85,9 +86,14 @@ class RolloutTrainer:
         local = step.slice(members, padded, logits.device, side_by_side=call is not None and width is not None)
         grad_scale = size * (scale if self._per_token else parallel_state.get_data_parallel_world_size())
         if call is not None:
-            return scale * step.head_loss(local, call, grad_scale)
-        group = parallel_state.get_tensor_model_parallel_group()
-        return scale * step.loss(local, logits.flatten(0, 1), group, grad_scale, is_bypassed=self.head.is_bypassed())
+            rows = local.trained
+            computed = microbatch_head_loss(call, local.fields, rows, self.settings, grad_scale=grad_scale)
+        else:
+            group, rows = parallel_state.get_tensor_model_parallel_group(), logits.flatten(0, 1)
+            group = group if group.size() > 1 else None
+            total, found = microbatch_loss(rows, local.fields, self.settings, group, grad_scale=grad_scale)
+            computed = total, found._replace(is_bypassed=self.head.is_bypassed())
+        return scale * step.keep(local, computed)
 
     def head_call(self, logits: Tensor) -> HeadCall:
         """The call of the fused head, which has replaced the model's output `logits`, for log-probabilities."""

@@ -39,7 +39,7 @@ from megatron_pg.plan.errors import StepPlanError
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.findings import StepReport, before_finalize
-from megatron_pg.step.loss import vocabulary_of
+from megatron_pg.step.loss import microbatch_logprobs_loss, vocabulary_of
 
 SCALING = "takes D·Σwℓ over whole samples; verl, the schedule and DDP (or finalize) scale it to Σwℓ"
 FUSED = "verl.models.mcore.model_forward_fused"
@@ -209,7 +209,8 @@ class PolicyGradientEngine(_Theirs):
     ) -> tuple[Tensor, dict]:
         """D·S, without metrics, because each would cost a host sync."""
         entropy = model_output["entropy"].values()[skipped:] if "entropy" in model_output else None
-        total = step.logprobs_loss(local, model_output[self._role.output].values()[skipped:], entropy)
+        output = model_output[self._role.output].values()[skipped:]
+        total = step.keep(local, microbatch_logprobs_loss(output, entropy, local.fields, self._settings))
         return total * self.get_data_parallel_size(), {}
 
     def postprocess_micro_batch_func(

@@ -14,6 +14,7 @@ from megatron_pg.hosts.startup import check
 from megatron_pg.hosts.step import HostStep
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.findings import StepReport
+from megatron_pg.step.loss import microbatch_loss
 
 SETTINGS = LossSettings.from_args(check("host", {}, megatron={}).args)
 
@@ -27,7 +28,8 @@ def report() -> StepReport:
         embedding, head = hosts.parameters()
         step = HostStep(SETTINGS, lambda: samples, data=torch.distributed.group.WORLD)
         local = step.slice(range(2), [len(sample.tokens) for sample in samples])
-        step.loss(local, torch.cat([embedding[s.tokens] @ head.T for s in samples]), None, 1.0)
+        logits = torch.cat([embedding[s.tokens] @ head.T for s in samples])
+        step.keep(local, microbatch_loss(logits, local.fields, SETTINGS, None))
         return step.finish(reports=True)
 
     return threads.run(1, work)[0]
