@@ -17,13 +17,11 @@ _TIS = {"tis_clip_low": ("low", 0.0), "tis_clip": ("high", 2.0)}  # the option o
 _ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}  # low_var_kl is k3 with a cap of 10
 _TOP_P = {"rollout_top_p": 1.0}  # their default
 UNSUPPORTED = {  # flags whose effect lies in the loss that ours replaces, and the replacement
-    "custom_tis_function_path": "is not supported by this loss: remove it and choose a --pg-correction "
-    "(docs/corrections.md)",
-    "use_opsm": "is not supported by this loss: give --pg-correction opsm_old,high=… or opsm,high=…",
-    "get_mismatch_metrics": "is not supported by this loss: remove it; --pg-metrics has them where samples have "
-    "rollout log-probabilities",
-    "recompute_loss_function": "is not supported by this loss: remove it; --pg-fused-head stores no logits",
-    "custom_loss_function_path": "is not supported by this loss: remove it, or remove this loss",
+    "custom_tis_function_path": "is not supported; remove it and choose a --pg-correction (docs/corrections.md)",
+    "use_opsm": "is not supported; give --pg-correction opsm_old,high=… or opsm,high=…",
+    "get_mismatch_metrics": "is not supported; --pg-metrics has them where samples have rollout log-probabilities",
+    "recompute_loss_function": "is not supported; remove it, and --pg-fused-head stores no logits",
+    "custom_loss_function_path": "is not supported; remove it, or remove this loss",
 }
 SFT = "sft"  # our name of the term that --loss-type sft_loss trains
 _OF_CRITICS = (  # of our arguments

@@ -158,7 +158,7 @@ class RolloutHost:
             **self._terms,
         )
         theirs = partial(train, *given, **named)
-        return self.trainer.run(rollout, rollout_id, number, model, optimizer, scheduler, theirs)
+        return self.trainer.run(rollout, theirs, rollout_id, number, model, optimizer, scheduler)
 
     def main(self, words: Sequence[str]) -> None:
         """Run the host's script `words[0]` with our flags among its own."""

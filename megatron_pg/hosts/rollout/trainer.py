@@ -106,14 +106,14 @@ class RolloutTrainer:
     def run(
         self,
         rollout: Rollout,
+        train: Callable,
         rollout_id: int,
-        number: int,  # of the step in the rollout
-        model: Sequence[Any],
+        number: int,
+        model: Any,
         optimizer: Any,
         scheduler: Any,
-        train: Callable,
     ) -> Any:
-        """An optimizer step: what the host's `train` returns; every rank must call.
+        """Optimizer step `number` of a rollout: what the host's `train` returns; every rank must call.
 
         The step is planned before it, checked before its gradients are reduced, and logged after it.
         """
