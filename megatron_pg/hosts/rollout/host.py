@@ -146,9 +146,8 @@ class RolloutHost:
     def _train_one_step(self, train: Callable, *given: Any, **named: Any) -> Any:
         """The host's optimizer step, planned before and logged after it."""
         bound = inspect.signature(train).bind(*given, **named).args
-        args, rollout_id, number, iterators, model, optimizer, scheduler, *_ = bound
+        args, data = bound[0], getattr(bound[3][0], "rollout_data", {})  # of its iterators
         old = {"old_logprobs": "rollout_log_probs"} if args.use_rollout_logprobs else {}
-        data = getattr(iterators[0], "rollout_data", {})
         rollout = Rollout(
             data=data,
             rollouts_per_step=self.rollouts_per_step,
@@ -157,8 +156,7 @@ class RolloutHost:
             row_width=data["max_seq_lens"][0] if vars(args).get("qkv_format") == "bshd" else None,
             **self._terms,
         )
-        theirs = partial(train, *given, **named)
-        return self.trainer.run(rollout, theirs, rollout_id, number, model, optimizer, scheduler)
+        return self.trainer.run(rollout, partial(train, *given, **named), *bound)
 
     def main(self, words: Sequence[str]) -> None:
         """Run the host's script `words[0]` with our flags among its own."""

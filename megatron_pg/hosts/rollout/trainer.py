@@ -103,20 +103,13 @@ class RolloutTrainer:
             )
         return call
 
-    def run(
-        self,
-        rollout: Rollout,
-        train: Callable,
-        rollout_id: int,
-        number: int,
-        model: Any,
-        optimizer: Any,
-        scheduler: Any,
-    ) -> Any:
-        """Optimizer step `number` of a rollout: what the host's `train` returns; every rank must call.
+    def run(self, rollout: Rollout, train: Callable[[], Any], *given: Any) -> Any:
+        """An optimizer step: what the host's `train_one_step`, called by `train`, returns; every rank must call.
 
-        The step is planned before it, checked before its gradients are reduced, and logged after it.
+        The step is planned before it, checked before its gradients are reduced, and logged after it. `given` are the
+        arguments of `train_one_step`.
         """
+        _, rollout_id, number, _, model, optimizer, scheduler, *_ = given
         if self.head.is_waiting:
             raise HostLossError(
                 "the trainer has computed log-probabilities by another function than megatron_pg's, and "
