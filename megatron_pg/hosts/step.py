@@ -61,9 +61,8 @@ class HostStep:
         self._context = context if context is not None and context.size() > 1 else None
         self._data_rank = 0 if data is None else data.rank()
         self._planned = None if samples_of is None else self._plan(samples_of, data)
-        self.samples: Sequence[Sample] = (
-            () if self._planned is None else self._planned.batches[0].samples
-        )  # this rank's
+        batches = () if self._planned is None else self._planned.batches
+        self.samples = [sample for batch in batches for sample in batch.samples]  # of this rank
         self._diagnostics: dict[LocalBatch, Diagnostics] = {}
 
     def _plan(self, samples_of: Callable[[], Sequence[Sample]], data: ProcessGroup | None) -> PlannedStep:
