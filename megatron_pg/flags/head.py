@@ -1,13 +1,77 @@
 """The rules of the LM head. Needs no torch."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-from megatron_pg.declarations.choices import AT_ONCE, SOFTCAPS
+from megatron_pg.declarations.choices import AT_ONCE, AUTO, SOFTCAPS
+from megatron_pg.declarations.declaration import flag_of
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.table import switch_rules, word_rules
 from megatron_pg.flags.values import number
+
+KERNEL = "bfloat16 and compute capability 9.0 with Triton 3.6 or 3.8"  # what the kernel of scaled_exp was run with
+
+
+class HeadChoice(NamedTuple):
+    """The mode of the fused head."""
+
+    mode: str | None  # None: the model computes logits
+    why: str | None = None  # the reason of `auto`; None: the user chose it
+
+    def __str__(self) -> str:
+        return f"{self.mode}" if self.why is None else f"{AUTO}: {self.mode}, {self.why}"
+
+
+def chosen_head(facts: Facts, late: Iterable[tuple[str, str]] = ()) -> HeadChoice:
+    """The mode that --pg-fused-head chooses without one: recompute where a row says so, else forward, else scaled_exp.
+
+    This is the table. A micro-batch with sampling masks, which only samples tell, takes forward instead of scaled_exp.
+
+    Args:
+        facts: the arguments, the same on every rank.
+        late: further rows (mode, reason): of the custom objective and of the GPU, which this module does not load.
+    """
+    rows = (
+        ("recompute", "{} reads whole sequences", _sequence_readers(facts)),
+        ("recompute", "{} uses a loss scale that the forward does not know", _loss_scales(facts)),
+        ("forward", "{} reads more than log-probabilities", _entropy_readers(facts)),
+        ("forward", "{} trains tokens that were not sampled", _demonstrations(facts)),
+        ("forward", "scaled_exp is not chosen with {}", _not_of_scaled_exp(facts)),
+    )
+    reasons = [(mode, text.format(reader)) for mode, text, readers in rows for reader in readers]
+    scaled_exp = "scaled_exp", "the fastest; forward for micro-batches with sampling masks"
+    return HeadChoice(*min([*reasons, *late], key=lambda row: row[0] != "recompute", default=scaled_exp))
+
+
+def head_text(facts: Facts) -> str:
+    """The mode, as far as arguments tell it where no GPU is known."""
+    if facts.args.pg_fused_head != AUTO:
+        return str(facts.args.pg_fused_head)
+    found = chosen_head(facts)
+    text = f"{AUTO}: scaled_exp with {KERNEL}, else forward" if found.mode == "scaled_exp" else str(found)
+    if facts.custom_objective is None or found.mode == "recompute":
+        return text
+    return f"{text}; recompute if the custom objective reads whole sequences"
+
+
+def _demonstrations(facts: Facts) -> Iterator[str]:
+    """The loss terms whose tokens may have a log-probability below -103, where scaled_exp gives NaN."""
+    yield from (term.flag for term in facts.given_terms if term.kind == "ce" and term.weight)
+
+
+def _not_of_scaled_exp(facts: Facts) -> Iterator[str]:
+    """The flags whose heads have no scaled exponentials, or whose weights may not be aligned for its kernel."""
+    args, width = facts.args, facts.megatron("hidden_size")
+    if args.fp32_lm_head_backward == "split":
+        yield "--fp32-lm-head-backward split"
+    if args.pg_kernel == "torch":
+        yield "--pg-kernel torch"
+    if facts.megatron("use_megatron_fsdp"):
+        yield "--use-megatron-fsdp"
+    if width and width % 8:
+        yield f"--hidden-size {width}"
 
 
 def head_violations(facts: Facts) -> Violations:
@@ -29,6 +93,11 @@ def head_violations(facts: Facts) -> Violations:
     if args.pg_fused_head in AT_ONCE:
         for reader in _sequence_readers(facts):
             yield from recompute_violation(reader, args.pg_fused_head)
+        for flag in _loss_scales(facts):
+            yield (
+                f"E55 {flag} uses a loss scale that is not known when --pg-fused-head computes the gradient; use "
+                "--pg-fused-head recompute"
+            )
     if args.pg_fused_head == "scaled_exp":
         for reader in _entropy_readers(facts):
             yield (
@@ -81,6 +150,11 @@ def _sequence_readers(facts: Facts) -> Iterator[str]:
         yield str(facts.selected_correction)
     if facts.objective and facts.objective.reads_sequences:
         yield str(facts.selected_objective)
+
+
+def _loss_scales(facts: Facts) -> Iterator[str]:
+    """The flags that multiply the loss by a number which is known in the backward only."""
+    yield from (flag_of(name) for name in ("fp16", "loss_scale") if facts.megatron(name))
 
 
 def head_warnings(facts: Facts) -> list[str]:

@@ -229,7 +229,7 @@ def _documents(given: Mapping) -> list[str]:
 def _head(given: Mapping) -> list[str]:
     stored, fused, backward, columns = (given[name] for name in ("stored", "fused", "backward", "columns"))
     found = ["E50"] * (stored not in (True, False))
-    found += ["E50"] * (fused not in (None, "forward", "scaled_exp", "recompute"))
+    found += ["E50"] * (fused not in (None, "auto", "forward", "scaled_exp", "recompute"))
     found += ["E50"] * (backward not in (None, "bf16", "split"))
     if not stored and not fused:
         found += ["E51"] * (backward is not None)

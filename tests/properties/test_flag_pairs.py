@@ -85,7 +85,7 @@ FACTORS = {
     "decrease": ("decrease_batch_size_if_needed", [False, True], []),
     "samples": ("train_samples", [None, 1000], []),
     "stored": ("fp32_lm_head", [False, True], ["yes"]),
-    "fused": ("pg_fused_head", [None, "forward", "scaled_exp", "recompute"], ["both"]),
+    "fused": ("pg_fused_head", [None, "forward", "scaled_exp", "recompute", "auto"], ["both"]),
     "backward": ("fp32_lm_head_backward", [None, "bf16", "split"], ["exact"]),
     "columns": ("pg_vocab_size", [None, 151936], [151937, 0, True]),
     "parameters": ("params_dtype", ["torch.bfloat16", "torch.float32", None], []),
