@@ -46,8 +46,8 @@ def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def in_force(args: argparse.Namespace, impl: str, head: str | None) -> argparse.Namespace:
-    """The arguments with the kernel and the mode of the fused head in force instead of the flags' defaults."""
-    return argparse.Namespace(**vars(args) | {"pg_kernel": impl, "pg_fused_head": head})
+    """The arguments with the kernel in force and, if it was chosen, the fused head instead of the flags' defaults."""
+    return argparse.Namespace(**vars(args) | {"pg_kernel": impl} | ({"pg_fused_head": head} if head else {}))
 
 
 def banner(args: argparse.Namespace) -> str:

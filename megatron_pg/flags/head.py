@@ -1,8 +1,7 @@
 """The rules of the LM head. Needs no torch."""
 
 import argparse
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from megatron_pg.declarations.choices import AT_ONCE, AUTO, SOFTCAPS
 from megatron_pg.declarations.declaration import flag_of
@@ -11,67 +10,47 @@ from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.table import switch_rules, word_rules
 from megatron_pg.flags.values import number
 
-KERNEL = "bfloat16 and compute capability 9.0 with Triton 3.6 or 3.8"  # what the kernel of scaled_exp was run with
+KERNEL = "bfloat16 on compute capability 9.0 with Triton 3.6 or 3.8"  # that scaled_exp was run with
 
 
-class HeadChoice(NamedTuple):
-    """The mode of the fused head."""
+def chosen_head(facts: Facts, *, reads_sequences: bool = False, has_kernel: bool = True) -> tuple[str, str]:
+    """The mode of --pg-fused-head without one, the first of this table with a reason, and what the banner says of it.
 
-    mode: str | None  # None: the model computes logits
-    why: str | None = None  # the reason of `auto`; None: the user chose it
-
-    def __str__(self) -> str:
-        return f"{self.mode}" if self.why is None else f"{AUTO}: {self.mode}, {self.why}"
-
-
-def chosen_head(facts: Facts, late: Iterable[tuple[str, str]] = ()) -> HeadChoice:
-    """The mode that --pg-fused-head chooses without one: recompute where a row says so, else forward, else scaled_exp.
-
-    This is the table. A micro-batch with sampling masks, which only samples tell, takes forward instead of scaled_exp.
-
-    Args:
-        facts: the arguments, the same on every rank.
-        late: further rows (mode, reason): of the custom objective and of the GPU, which this module does not load.
+    Only a process that trains knows whether a custom objective reads whole sequences, and whether it has what `KERNEL`
+    says. Only samples have sampling masks: a micro-batch with some takes forward instead of scaled_exp.
     """
-    rows = (
-        ("recompute", "{} reads whole sequences", _sequence_readers(facts)),
-        ("recompute", "{} uses a loss scale that the forward does not know", _loss_scales(facts)),
-        ("forward", "{} reads more than log-probabilities", _entropy_readers(facts)),
-        ("forward", "{} trains tokens that were not sampled", _demonstrations(facts)),
-        ("forward", "scaled_exp is not chosen with {}", _not_of_scaled_exp(facts)),
-    )
-    reasons = [(mode, text.format(reader)) for mode, text, readers in rows for reader in readers]
-    scaled_exp = "scaled_exp", "the fastest; forward for micro-batches with sampling masks"
-    return HeadChoice(*min([*reasons, *late], key=lambda row: row[0] != "recompute", default=scaled_exp))
+    custom = ["the custom objective"] if reads_sequences else []
+    gpu = [] if has_kernel else [f"the GPU or dtype: scaled_exp needs {KERNEL}"]
+    table = {
+        "recompute": [*_sequence_readers(facts), *custom, *_loss_scales(facts)],
+        "forward": [*_entropy_readers(facts), *_not_of_scaled_exp(facts), *gpu],
+        "scaled_exp": ["its speed; forward for micro-batches with sampling masks"],
+    }
+    return next((mode, f"{AUTO}: {mode} because of {reasons[0]}") for mode, reasons in table.items() if reasons)
 
 
 def head_text(facts: Facts) -> str:
-    """The mode, as far as arguments tell it where no GPU is known."""
+    """The value of --pg-fused-head in the banner; of `auto`, what the arguments alone tell."""
     if facts.args.pg_fused_head != AUTO:
         return str(facts.args.pg_fused_head)
-    found = chosen_head(facts)
-    text = f"{AUTO}: scaled_exp with {KERNEL}, else forward" if found.mode == "scaled_exp" else str(found)
-    if facts.custom_objective is None or found.mode == "recompute":
-        return text
-    return f"{text}; recompute if the custom objective reads whole sequences"
-
-
-def _demonstrations(facts: Facts) -> Iterator[str]:
-    """The loss terms whose tokens may have a log-probability below -103, where scaled_exp gives NaN."""
-    yield from (term.flag for term in facts.given_terms if term.kind == "ce" and term.weight)
+    mode, text = chosen_head(facts)
+    text = f"{AUTO}: scaled_exp with {KERNEL}, else forward" if mode == "scaled_exp" else text
+    is_open = facts.custom_objective is not None and mode != "recompute"
+    return f"{text}; recompute if the custom objective reads whole sequences" if is_open else text
 
 
 def _not_of_scaled_exp(facts: Facts) -> Iterator[str]:
-    """The flags whose heads have no scaled exponentials, or whose weights may not be aligned for its kernel."""
+    """The flags without scaled exponentials, or for which its kernel may have no aligned weight."""
+    # a token that was not sampled may have a log-probability below -103, where scaled_exp gives NaN
+    yield from (term.flag for term in facts.given_terms if term.kind == "ce" and term.weight)
     args, width = facts.args, facts.megatron("hidden_size")
-    if args.fp32_lm_head_backward == "split":
-        yield "--fp32-lm-head-backward split"
-    if args.pg_kernel == "torch":
-        yield "--pg-kernel torch"
-    if facts.megatron("use_megatron_fsdp"):
-        yield "--use-megatron-fsdp"
-    if width and width % 8:
-        yield f"--hidden-size {width}"
+    flags = {
+        "--fp32-lm-head-backward split": args.fp32_lm_head_backward == "split",
+        "--pg-kernel torch": args.pg_kernel == "torch",
+        "--use-megatron-fsdp": facts.megatron("use_megatron_fsdp"),
+        f"--hidden-size {width}": width and width % 8,
+    }
+    yield from (flag for flag, is_given in flags.items() if is_given)
 
 
 def head_violations(facts: Facts) -> Violations:

@@ -14,7 +14,7 @@ from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, SHORTHANDS
 from megatron_pg.declarations.objectives import VALUE_LOSS
 from megatron_pg.flags.facts import Facts
-from megatron_pg.flags.head import KERNEL, HeadChoice, chosen_head
+from megatron_pg.flags.head import chosen_head
 from megatron_pg.kernels import LossTerms
 from megatron_pg.kernels.device import chosen
 from megatron_pg.lm_head.inputs import check_scaled_exp_kernel, is_tried_gpu
@@ -52,7 +52,7 @@ class LossSettings:
     impl: str  # of log-probabilities and loss
     float32_logits: bool = False
     head_mode: str | None = None  # of the fused head; None: the model computes logits
-    head_why: str | None = None  # the reason for which `auto` chose the mode; None: the user did
+    head_choice: str | None = None  # what the banner says of a mode that `auto` chose; None: the user did
     head_backward: str = "bf16"
     teacher_head: TeacherHead | None = None  # of the teacher whose hidden states samples carry
     mtp_depths: int = 0  # of the model's multi-token prediction
@@ -85,7 +85,6 @@ class LossSettings:
             sampling_mask_entropy=args.pg_sampling_mask_entropy,
             adaptive_entropy=facts.adaptive_entropy,
         )
-        impl, head = _kernel_and_head(facts, terms)
         return cls(
             aggregation=args.loss_aggregation,
             divisor=args.loss_aggregation_divisor,
@@ -103,11 +102,9 @@ class LossSettings:
             vocab_size=args.pg_vocab_size,
             softcap=args.pg_logit_softcap,
             float32_logits=args.fp32_lm_head,
-            head_mode=head.mode,
-            head_why=head.why,
             head_backward=args.fp32_lm_head_backward or "bf16",
             teacher_head=_teacher_head(args, str(facts.teacher_head)) if terms.whole_form else None,
-            impl=impl,
+            **_kernel_and_head(facts, terms),
             mtp_depths=depths,
             mtp_aggregation=args.pg_mtp_aggregation,
             mtp_target=args.pg_mtp_target,
@@ -126,16 +123,6 @@ class LossSettings:
         from megatron_pg.kernels.triton.loss import path_on  # torch alone must not need Triton
 
         return f"{self.impl}, {path_on(device).text}"
-
-    @property
-    def head(self) -> str | None:
-        """`head_mode`, with the reason of `auto`; None: the model computes logits."""
-        return self.head_mode and str(HeadChoice(self.head_mode, self.head_why))
-
-    def head_mode_of(self, *, has_sampling_mask: bool) -> str | None:
-        """The mode for a micro-batch: with sampling masks, `auto` takes forward instead of scaled_exp."""
-        is_changed = has_sampling_mask and self.head_why is not None and self.head_mode == "scaled_exp"
-        return "forward" if is_changed else self.head_mode
 
     def with_entropy(self, adaptive: AdaptiveEntropy) -> "LossSettings":
         """The same loss with another coefficient of the entropy term."""
@@ -237,32 +224,25 @@ def _teacher_head(args: Namespace, path: str) -> TeacherHead:
     return head
 
 
-def _kernel_and_head(facts: Facts, terms: LossTerms) -> tuple[str, HeadChoice]:
-    """What computes the loss, and the mode of the fused head."""
-    args, head = facts.args, HeadChoice(facts.args.pg_fused_head)
-    kernel, device = "torch", torch.device("cpu")
-    if args.pg_kernel != "torch" and not facts.is_critic:  # a process that only plans may have no GPU to touch
+def _kernel_and_head(facts: Facts, terms: LossTerms) -> dict[str, Any]:
+    """The settings that depend on the GPU of this process."""
+    args, mode, text, kernel, gpu = facts.args, facts.args.pg_fused_head, None, "torch", None
+    if args.pg_kernel != "torch" and not facts.is_critic:  # else no GPU is touched: a process that plans may have none
         choice = chosen(args.pg_kernel)
-        kernel, device = choice.kernel, choice.device
-    is_on_gpu = kernel == "triton" and device.type == "cuda"
-    if head.mode == AUTO:
-        late = [("recompute", "the objective reads whole sequences")] if terms.reads_sequences else []
-        if not (is_on_gpu and facts.megatron("params_dtype") == torch.bfloat16 and is_tried_gpu(device)):
-            late.append(("forward", f"scaled_exp needs {KERNEL}"))
-        return kernel, chosen_head(facts, late)
-    if head.mode == "scaled_exp" and is_on_gpu:
-        check_scaled_exp_kernel(facts.megatron("params_dtype", torch.bfloat16), device)
-    return kernel, head
+        kernel, gpu = choice.kernel, choice.device if choice.device.type == "cuda" else None
+    if mode == AUTO:
+        has_kernel = gpu is not None and facts.megatron("params_dtype") == torch.bfloat16 and is_tried_gpu(gpu)
+        mode, text = chosen_head(facts, reads_sequences=terms.reads_sequences, has_kernel=has_kernel)
+    elif mode == "scaled_exp" and gpu is not None:
+        check_scaled_exp_kernel(facts.megatron("params_dtype", torch.bfloat16), gpu)
+    return {"impl": kernel, "head_mode": mode, "head_choice": text}
 
 
 def agreed(settings: LossSettings) -> LossSettings:
-    """The settings with the same mode of the fused head on every rank; every rank must call.
-
-    If `auto` chose scaled_exp on some ranks only, because their GPUs differ, it is forward on all.
-    """
-    if settings.head_why is None:
+    """The settings with forward if `auto` chose scaled_exp on some of the ranks only; every rank must call."""
+    if settings.head_choice is None:
         return settings
     modes = all_gather_rows(torch.tensor([settings.head_mode == "scaled_exp"], dtype=torch.int64))
-    if int(modes.sum()) in (0, len(modes)):
-        return settings
-    return replace(settings, head_mode="forward", head_why="not every rank has a GPU for scaled_exp")
+    differ = 0 < int(modes.sum()) < len(modes)
+    text = f"{AUTO}: forward because of GPUs that differ"
+    return replace(settings, head_mode="forward", head_choice=text) if differ else settings

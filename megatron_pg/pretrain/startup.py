@@ -42,7 +42,7 @@ def start(args: Namespace, say: Callable[[str], None], open_files: Callable[[], 
         error = failure
     settings = agreed(_compare_ranks(given, settings, error))
     if torch.distributed.get_rank() == 0:
-        say(banner(in_force(args, settings.kernel, settings.head)))
+        say(banner(in_force(args, settings.kernel, settings.head_choice)))
     if args.pg_dry_run or requested == "1":
         _end_dry_run(say)
     return settings

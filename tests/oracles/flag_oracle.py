@@ -249,6 +249,16 @@ def _head(given: Mapping) -> list[str]:
     return found + ["E55"] * (reads_sequences + (given["correction"] == "opsm"))
 
 
+def head_mode(given: Mapping) -> str:
+    """The mode of a fused head without one, on a GPU that has every kernel, for an accepted combination."""
+    is_sequence_level = given["own"] is None and given["objective"] in ("gspo", "gmpo")
+    if is_sequence_level or given["correction"] == "opsm" or given["fp16"] or given["scale"]:
+        return "recompute"
+    reads_more = given["eta"] != 0 or given["metrics"] == "with_entropy"
+    rules_out = given["backward"] == "split", given["kernel"] == "torch", given["fsdp"]
+    return "forward" if reads_more or any(rules_out) else "scaled_exp"
+
+
 def _graphs(given: Mapping) -> list[str]:
     """Of a release whose router's losses are scaled while the step runs, which a captured router would not see."""
     on = given["flag"] is True or given["mode"] == "token_mean"

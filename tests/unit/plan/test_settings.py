@@ -9,14 +9,15 @@ import triton
 from namespaces import accepts, arguments
 
 from megatron_pg.declarations.choices import HEAD_MODES
+from megatron_pg.flags import compatibility
 from megatron_pg.flags.banner import banner, in_force
 from megatron_pg.kernels import device
 from megatron_pg.kernels.triton.loss import path_on
 from megatron_pg.plan.settings import LossSettings, agreed
 
-KERNEL = "scaled_exp needs bfloat16 and compute capability 9.0 with Triton 3.6 or 3.8"
+KERNEL = "the GPU or dtype: scaled_exp needs bfloat16 on compute capability 9.0 with Triton 3.6 or 3.8"
 SEQUENCES = "gspo", "gspo_token", "topr", "vespo", "gmpo"
-FASTEST = "the fastest; forward for micro-batches with sampling masks"
+FASTEST = "its speed; forward for micro-batches with sampling masks"
 TEACHER = "teacher:topk_forward_kl"
 
 pytestmark = pytest.mark.usefixtures("rank_zero", "user_code")
@@ -43,6 +44,10 @@ def settings_of(**given: object) -> LossSettings:
     return LossSettings.from_args(args)
 
 
+def text_of(mode: str, why: str) -> str:
+    return f"auto: {mode} because of {why}"
+
+
 @pytest.mark.parametrize(
     ("given", "mode", "why"),
     [
@@ -54,40 +59,42 @@ def settings_of(**given: object) -> LossSettings:
         ({"pg_term": ["calm:entropy,on=rl,weight=0", "shown:ce,weight=0"]}, "scaled_exp", FASTEST),
         ({"pg_term": ["teacher:opd,on=rl"], "loss_scale": None, "hidden_size": None}, "scaled_exp", FASTEST),
         ({"pg_custom_objective_path": "user_package.turns:two"}, "scaled_exp", FASTEST),
-        *(({"pg_objective": name}, "recompute", f"--pg-objective {name} reads whole sequences") for name in SEQUENCES),
-        ({"pg_correction": "opsm,high=0.1"}, "recompute", "--pg-correction opsm reads whole sequences"),
-        ({"pg_correction": "opsm_old,high=1"}, "recompute", "--pg-correction opsm_old reads whole sequences"),
-        ({"fp16": True}, "recompute", "--fp16 uses a loss scale that the forward does not know"),
-        ({"loss_scale": 128.0}, "recompute", "--loss-scale uses a loss scale that the forward does not know"),
-        ({"pg_entropy_coef": 0.1}, "forward", "--pg-entropy-coef 0.1 reads more than log-probabilities"),
-        ({"pg_entropy_target": "0.2,step=0.1"}, "forward", "--pg-entropy-target 0.2 reads more than log-probabilities"),
-        ({"pg_metrics": "with_entropy"}, "forward", "--pg-metrics with_entropy reads more than log-probabilities"),
-        ({"pg_term": ["calm:entropy,on=rl"]}, "forward", "--pg-term calm:entropy reads more than log-probabilities"),
-        ({"pg_term": [f"{TEACHER},on=rl"]}, "forward", f"--pg-term {TEACHER} reads more than log-probabilities"),
-        ({"pg_term": ["shown:ce"]}, "forward", "--pg-term shown:ce trains tokens that were not sampled"),
-        ({"fp32_lm_head_backward": "split"}, "forward", "scaled_exp is not chosen with --fp32-lm-head-backward split"),
-        ({"pg_kernel": "torch"}, "forward", "scaled_exp is not chosen with --pg-kernel torch"),
-        ({"hidden_size": 2884}, "forward", "scaled_exp is not chosen with --hidden-size 2884"),
+        *(({"pg_objective": name}, "recompute", f"--pg-objective {name}") for name in SEQUENCES),
+        ({"pg_correction": "opsm,high=0.1"}, "recompute", "--pg-correction opsm"),
+        ({"pg_correction": "opsm_old,high=1"}, "recompute", "--pg-correction opsm_old"),
+        ({"fp16": True}, "recompute", "--fp16"),
+        ({"loss_scale": 128.0}, "recompute", "--loss-scale"),
+        ({"pg_entropy_coef": 0.1}, "forward", "--pg-entropy-coef 0.1"),
+        ({"pg_entropy_target": "0.2,step=0.1"}, "forward", "--pg-entropy-target 0.2"),
+        ({"pg_metrics": "with_entropy"}, "forward", "--pg-metrics with_entropy"),
+        ({"pg_term": ["calm:entropy,on=rl"]}, "forward", "--pg-term calm:entropy"),
+        ({"pg_term": [f"{TEACHER},on=rl"]}, "forward", f"--pg-term {TEACHER}"),
+        ({"pg_term": ["shown:ce"]}, "forward", "--pg-term shown:ce"),
+        ({"fp32_lm_head_backward": "split"}, "forward", "--fp32-lm-head-backward split"),
+        ({"pg_kernel": "torch"}, "forward", "--pg-kernel torch"),
+        ({"use_megatron_fsdp": True}, "forward", "--use-megatron-fsdp"),
+        ({"hidden_size": 2884}, "forward", "--hidden-size 2884"),
         ({"params_dtype": torch.float32}, "forward", KERNEL),
         ({"params_dtype": None}, "forward", KERNEL),
         # the first row that applies: a loss of sequences does not become one of tokens
         (
             {"pg_objective": "gspo", "pg_metrics": "with_entropy", "fp32_lm_head_backward": "split"},
             "recompute",
-            "--pg-objective gspo reads whole sequences",
+            "--pg-objective gspo",
         ),
-        ({"fp16": True, "params_dtype": torch.float16}, "recompute", "--fp16 uses a loss scale that the forward does"),
-        ({"pg_kernel": "torch", "pg_entropy_coef": 0.1}, "forward", "--pg-entropy-coef 0.1 reads more than"),
+        ({"fp16": True, "params_dtype": torch.float16}, "recompute", "--fp16"),
+        ({"pg_kernel": "torch", "pg_entropy_coef": 0.1}, "forward", "--pg-entropy-coef 0.1"),
     ],
 )
 @pytest.mark.usefixtures("hopper")
-def test_a_flag_without_a_mode_chooses_it_by_the_table(given, mode, why):
+def test_a_flag_without_a_mode_chooses_it_by_the_table(given, mode, why, monkeypatch):
     """The mode is one that the user could have given, and from there on it is the same settings."""
+    monkeypatch.setattr(compatibility, "core_version", lambda: (0, 19, 2))  # the first with a fused head under FSDP
     found = settings_of(**given)
-    assert (found.head_mode, found.head_why[: len(why)]) == (mode, why)
+    assert (found.head_mode, found.head_choice) == (mode, text_of(mode, why))
     explicit = settings_of(**given, pg_fused_head=mode)
-    assert explicit.head_why is None
-    same = {name: getattr(explicit, name) for name in ("head_why", "arguments", "metrics", "terms")}  # new objects
+    assert explicit.head_choice is None
+    same = {name: getattr(explicit, name) for name in ("head_choice", "arguments", "metrics", "terms")}  # new objects
     assert dataclasses.replace(found, **same) == explicit
 
 
@@ -95,7 +102,7 @@ def test_every_mode_is_one_of_the_flag():
     """So an explicit mode is used or refused, and nothing else chooses."""
     for mode in HEAD_MODES:
         assert settings_of(pg_fused_head=mode, pg_kernel="torch").head_mode == mode
-    assert settings_of(pg_fused_head=None, pg_metrics="with_entropy").head is None
+    assert settings_of(pg_fused_head=None, pg_metrics="with_entropy").head_choice is None
 
 
 @pytest.mark.parametrize(
@@ -104,7 +111,7 @@ def test_every_mode_is_one_of_the_flag():
 def test_other_gpus_and_releases_of_triton_take_forward(hopper, capability, release):
     hopper(capability, release)
     found = settings_of()
-    assert (found.head_mode, found.head_why) == ("forward", KERNEL)
+    assert (found.head_mode, found.head_choice) == ("forward", text_of("forward", KERNEL))
     assert settings_of(fp16=True).head_mode == "recompute"
 
 
@@ -117,7 +124,7 @@ def test_a_machine_without_a_gpu_takes_forward(monkeypatch):
     monkeypatch.setattr(device, "_device", lambda: (torch.device("cpu"), "no GPU"))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     found = settings_of()
-    assert (found.impl, found.head_mode, found.head_why) == ("torch", "forward", KERNEL)
+    assert (found.impl, found.head_mode, found.head_choice) == ("torch", "forward", text_of("forward", KERNEL))
     assert settings_of(pg_kernel="triton").head_mode == "forward"  # in Triton's interpreter
     assert settings_of(pg_objective="gspo").head_mode == "recompute"
 
@@ -128,14 +135,14 @@ def test_a_custom_objective_that_reads_whole_sequences_is_found_when_it_is_loade
     monkeypatch.syspath_prepend(tmp_path)
     given = {"pg_custom_objective_path": "head_objective:mine", "pg_metrics": "with_entropy"}
     found = settings_of(**given)
-    assert (found.head_mode, found.head_why) == ("recompute", "the objective reads whole sequences")
+    assert (found.head_mode, found.head_choice) == ("recompute", text_of("recompute", "the custom objective"))
 
 
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
-        ({}, "auto: scaled_exp, the fastest"),
-        ({"fp16": True}, "auto: recompute, --fp16 uses"),
+        ({}, "auto: scaled_exp because of its speed"),
+        ({"fp16": True}, "auto: recompute because of --fp16)"),
         ({"pg_fused_head": "forward"}, "forward)"),
     ],
 )
@@ -143,12 +150,12 @@ def test_a_custom_objective_that_reads_whole_sequences_is_found_when_it_is_loade
 def test_the_banner_of_a_process_that_trains_names_the_mode_and_why(given, shown):
     found, args = settings_of(**given), arguments(**{"pg_fused_head": "auto"} | given)
     accepts(args)
-    assert f"(--pg-fused-head {shown}" in banner(in_force(args, found.kernel, found.head))
+    assert f"(--pg-fused-head {shown}" in banner(in_force(args, found.kernel, found.head_choice))
 
 
 def test_ranks_whose_gpus_differ_agree_on_forward(hopper):
     chosen = settings_of()
-    other = dataclasses.replace(chosen, head_mode="forward", head_why=KERNEL)
+    other = dataclasses.replace(chosen, head_mode="forward", head_choice=text_of("forward", KERNEL))
 
     def modes(*ranks: LossSettings) -> list[str | None]:
         return [each.head_mode for each in threads.run(len(ranks), lambda rank: agreed(ranks[rank]))]

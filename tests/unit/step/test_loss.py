@@ -61,7 +61,7 @@ def test_a_mode_that_was_chosen_computes_what_it_computes_where_it_is_given(mode
     """With sampling masks forward takes the place of scaled_exp, which a user's own choice of it does not allow."""
     plain = simulation.settings("sample_mean", per_token=False)
     plain = dataclasses.replace(plain, metrics=metrics_of("basic", plain.terms, plain.correction))
-    chosen = dataclasses.replace(plain, head_mode=mode, head_why="a reason")
+    chosen = dataclasses.replace(plain, head_mode=mode, head_choice="auto: …")
     in_force = "forward" if sets and mode == "scaled_exp" else mode
     given = dataclasses.replace(plain, head_mode=in_force)
     assert all(map(torch.equal, gradients(chosen, sets), gradients(given, sets)))
