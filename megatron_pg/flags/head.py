@@ -40,7 +40,7 @@ def head_text(facts: Facts) -> str:
 
 
 def _not_of_scaled_exp(facts: Facts) -> Iterator[str]:
-    """The flags without scaled exponentials, or for which its kernel may have no aligned weight."""
+    """The flags that scaled_exp does not support, or under which tokens or weights may be out of its range."""
     # a token that was not sampled may have a log-probability below -103, where scaled_exp gives NaN
     yield from (term.flag for term in facts.given_terms if term.kind == "ce" and term.weight)
     args, width = facts.args, facts.megatron("hidden_size")
@@ -54,7 +54,7 @@ def _not_of_scaled_exp(facts: Facts) -> Iterator[str]:
 
 
 def head_violations(facts: Facts) -> Violations:
-    """Rules E24 of the softcap, E50 to E52, E55 for sequence-level losses, and E56."""
+    """Rules E24 of the softcap, E50 to E52, E55 and E56."""
     args = facts.args
     if args.pg_logit_softcap is not None:
         low, high = SOFTCAPS
