@@ -16,6 +16,7 @@ from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
 from megatron_pg.flags.option_text import Selection, joined
 from megatron_pg.flags.spelling import replacement
+from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.fields import POLICY
 
 # Arguments of Megatron's own training loop. A host has its own batches, steps and evaluations, and its model adds the
@@ -162,12 +163,12 @@ def check(
     return CheckedArguments(args, rows)
 
 
-def rows_of(host: str, checked: CheckedArguments, scaling: str, kernel: str | None = None) -> Rows:
+def rows_of(host: str, checked: CheckedArguments, scaling: str, settings: LossSettings | None = None) -> Rows:
     """The rows of the banner.
 
-    `scaling` says what the host multiplies and divides the returned loss by; `kernel` which one is used, if known.
+    `scaling` says what the host multiplies and divides the returned loss by; `settings` what has been chosen, if known.
     """
-    args = checked.args if kernel is None else in_force(checked.args, kernel)
+    args = checked.args if settings is None else in_force(checked.args, settings.kernel, settings.head_choice)
     of_loss = {name: text for name, text in describe(args) if name not in ("Megatron", "layout")}  # a host has its own
     return of_loss | {host: scaling} | checked.rows
 

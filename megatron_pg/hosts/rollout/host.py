@@ -114,7 +114,7 @@ class RolloutHost:
                 checked.rows["metrics file"] = file
         settings, log = LossSettings.from_args(checked.args), None
         if is_writer():
-            startup.print_banner(rows := startup.rows_of(self.name, checked, scaling, settings.kernel))
+            startup.print_banner(rows := startup.rows_of(self.name, checked, scaling, settings))
             log = HostLog(settings, rows, file, partial(self._log_metrics, args))
         named = Facts(checked.args).terms_of_samples
         self._terms = {"term": rollout_flags.SFT} if rollout_flags.trains_sft(args) else {"named_terms": named}

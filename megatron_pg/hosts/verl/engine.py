@@ -68,7 +68,7 @@ class PolicyGradientEngine(_Theirs):
         self._trained = None if engine_config.forward_only else vars(engine_config).get(TRAINED)
         arguments = checked(engine_config, model_config, self._trained)
         self._settings = LossSettings.from_args(arguments.args)
-        self._rows = rows_of("verl", arguments, SCALING, self._settings.kernel)
+        self._rows = rows_of("verl", arguments, SCALING, self._settings)
         self._role = _CRITIC if self._settings.is_critic else _POLICY
         if self._role is _POLICY:
             self._rows["temperature"] = "softmax(z / τ), τ of the rollouts  (verl's rollout.temperature)"

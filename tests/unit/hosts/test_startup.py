@@ -16,7 +16,7 @@ from megatron_pg.plan.settings import LossSettings
 
 def rows_of(given=(), **rest) -> dict[str, str]:
     checked = check("host", dict(given), megatron={}, **rest)
-    return startup.rows_of("host", checked, "as it does", LossSettings.from_args(checked.args).kernel)
+    return startup.rows_of("host", checked, "as it does", LossSettings.from_args(checked.args))
 
 
 def test_what_is_not_given_has_its_default_and_the_loss_scaling_is_the_hosts():
