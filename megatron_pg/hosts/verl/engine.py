@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +73,7 @@ class PolicyGradientEngine(_Theirs):
             self._rows["temperature"] = "softmax(z / τ), τ of the rollouts  (verl's rollout.temperature)"
         self._metrics_file = arguments.args.pg_metrics_file
         self._step: HostStep | None = None
-        self._places: list[int | None] = []  # index of each row of the mini-batch among the step's samples
+        self._places: dict[int, int] = {}  # index among the step's samples of a row of the mini-batch that is one
         self._factors: list[Tensor] = []  # of verl's own correction, by sample
         self._report: StepReport  # of the latest step
         self._log: HostLog | None = None
@@ -158,17 +157,16 @@ class PolicyGradientEngine(_Theirs):
                 "prompt_mean with several mini-batches per batch, which split prompt groups; set "
                 f"{self._role.section}.ppo_mini_batch_size to the size of the batch, or use another aggregation"
             )
-        rows, weights = samples_of(data), "rollout_is_weights"
+        samples, weights = samples_of(data), "rollout_is_weights"
         if weights in data and self._settings.correction.name != "none":
             raise StepPlanError(
                 f"algorithm.rollout_correction.rollout_is and pg_correction {self._settings.correction.name} both "
                 "weigh tokens. Remove one of them."
             )
         factors = data[weights].cpu().unbind() if weights in data and self._role is _POLICY else ()
-        self._factors = [factor for row, factor in zip(rows, factors, strict=False) if row is not None]
-        places = count()
-        self._places = [None if row is None else next(places) for row in rows]
-        return [row for row in rows if row is not None]
+        self._factors = [factors[row] for row in samples] if factors else []
+        self._places = {row: place for place, row in enumerate(samples)}
+        return [*samples.values()]
 
     def forward_step(
         self, batch_iter: Iterator, model: Any, logits_processor_func: Any, postprocess_micro_batch_func: partial
@@ -197,7 +195,7 @@ class PolicyGradientEngine(_Theirs):
         members: list[int] = []
         widths = [0]  # of the padding rows before it, and of each sample with the padding rows that follow
         for row, width in zip(batch[_ROW].tolist(), batch["input_ids"].offsets().diff().tolist(), strict=True):
-            if (place := self._places[row]) is None:
+            if (place := self._places.get(row)) is None:
                 widths[-1] += width
             else:
                 members.append(place)
