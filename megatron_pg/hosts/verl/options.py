@@ -60,7 +60,7 @@ def checked(engine: Any, model: Any, trained: Any) -> CheckedArguments:
         answers.append(Inherited("critic.cliprange_value", own, float(clip), clip == _USUAL_VALUE_CLIP))
         answers += _of_mean("critic", trained, given)
     elif trained is not None:
-        answers += [*_of_objective(trained, given), *_of_mean("actor", trained, given), *_of_terms(trained, given)]
+        answers += [*_of_objective(trained, given), *_of_mean("actor", trained, given), *_of_terms(trained)]
     megatron = {name: value for name, value in vars(engine).items() if name not in _REFUSED}
     facts = megatron | dict(engine.override_transformer_config)
     return check("verl", given, megatron=facts, answers=answers, role=role)
@@ -99,7 +99,7 @@ def _of_objective(actor: Any, given: Mapping[str, Any]) -> Iterator[Answer]:
         )
 
 
-def _of_terms(actor: Any, given: Mapping[str, Any]) -> Iterator[Answer]:
+def _of_terms(actor: Any) -> Iterator[Answer]:
     """Of KL and entropy."""
     has_kl, kind = actor.use_kl_loss and actor.kl_loss_coef, actor.kl_loss_type
     if actor.use_kl_loss:
