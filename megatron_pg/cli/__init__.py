@@ -109,9 +109,13 @@ def _run(argv: list[str], name: str | None) -> int:
 def _parse(argv: list[str], name: str | None) -> argparse.Namespace:
     parser = _parser(name)
     options, words = parser.parse_known_args(argv)
-    given = vars(options).items()  # argparse reads --flag=-- as the empty list
-    if empty := [option for option, value in given if value == [] or (isinstance(value, list) and [] in value)]:
-        raise InputError(f"--{empty[0].replace('_', '-')} has no value: -- is not one. Give one.")
+    for option, value in vars(options).items():
+        flag, parts = f"--{option.replace('_', '-')}", value if isinstance(value, list) else [value]
+        if value == [] or [] in parts:  # argparse reads --flag=-- as the empty list
+            raise InputError(f"{flag} has no value: -- is not one. Give one.")
+        if "" in parts:
+            shown = flag if any(word.startswith(flag) for word in argv) else option.upper()
+            raise InputError(f"{shown} is empty. Give a value, or leave it out.")
     if name in LAUNCHES:
         options.words = words
     elif words:

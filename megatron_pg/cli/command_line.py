@@ -2,13 +2,11 @@
 
 import itertools
 import re
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from os.path import basename
 
-from megatron_pg.cli.terminal import InputError, opened, show_path
+from megatron_pg.cli.terminal import InputError, opened, show_path, standard_input
 from megatron_pg.flags.banner import COMMAND_LINE
 from megatron_pg.rollouts.printable import printable
 
@@ -79,10 +77,8 @@ class CommandLine:
 
 def read_command_line(path: str) -> CommandLine:
     """The one command line of the job in file `path`, or in standard input if `path` is `-`."""
-    if path == "-" and sys.stdin is None:
-        raise InputError("standard input: is closed. Give a file, or pipe the command line in.")
     name = "standard input" if path == "-" else show_path(path)
-    with nullcontext(sys.stdin.buffer) if path == "-" else opened(path) as file:
+    with standard_input() if path == "-" else opened(path) as file:
         content = file.read(_MOST_BYTES + 1)
     try:
         text = _decoded(content)
@@ -116,14 +112,21 @@ def _printed_by_dry_run(text: str) -> Iterator[Command]:
 
 
 def _choose(commands: Sequence[Command]) -> Command:
-    """The command of the job: the only one, or the only one that has flags of megatron_pg and starts a script."""
+    """The command of the job: the only one, or the only one that starts a script with flags of megatron_pg."""
     if not commands:
         raise InputError("has no command line. Give the line that `set -x` or the dry run of the job prints.")
     different: dict[tuple[str, ...], Command] = {}
     for command in commands:
         different.setdefault(tuple(command.words), command)
-    chosen = [command for command in different.values() if command.has_our_flags] or [*different.values()]
-    chosen = [command for command in chosen if command.starts_script] or chosen
+    every = [*different.values()]
+    starts = [command for command in every if command.starts_script]
+    chosen = (
+        [command for command in starts if command.has_our_flags]
+        or [command for command in starts if command.unexpanded]  # its flags are in a variable
+        or [command for command in every if command.has_our_flags]
+        or starts
+        or every
+    )
     if len(chosen) == 1:
         return chosen[0]
     which = "with" if chosen[0].has_our_flags else "without"

@@ -74,7 +74,7 @@ def raw_lines(
                 if update is not None:
                     update(done)
     except (OSError, UnicodeEncodeError, EOFError, zlib.error) as error:  # the latter two of a damaged archive
-        message = f"{shown}: cannot be read ({reason_of(error)}). Give an existing rollout file."
+        message = f"{shown}: cannot be read ({reason_of(error)}). Give an existing file."
         raise RolloutFileError(message) from error
 
 

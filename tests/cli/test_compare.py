@@ -186,6 +186,14 @@ def test_units_that_cannot_be_counted_are_named(records, message, tmp_path, cli)
     assert message in cli.refused("compare", write(tmp_path / "r.jsonl", records))
 
 
+def test_a_critics_sample_has_no_gradient_mass(tmp_path, cli):
+    """It was left out, and a file of such samples had "no sample of the loss term rl, only of rl"."""
+    critics = {"values": [0.0, 0.0], "returns": [0.0, 0.0], "rollout_id": "c"}
+    records = [{name: RECORD[name] for name in RECORD if name not in ("advantage", "old_logprobs")} | critics, RECORD]
+    message = cli.refused("compare", write(tmp_path / "r.jsonl", records, HEADER | {"version": 3}))
+    assert "r.jsonl: sample r.jsonl:2 has no advantage, and gradient mass is w·|A|." in message
+
+
 def test_samples_of_other_terms_are_not_the_objectives(tmp_path):
     """No aggregation of the objective counts them, even if they have advantages."""
     header = HEADER | {"version": 3}
@@ -214,7 +222,7 @@ BAD_OPTIONS = {
     "--divisor 0": "not finite and > 0",
     "--divisor inf": "not finite and > 0",
     "--divisor x": "invalid float value: 'x'",
-    "--divisor 1e300": "not finite and > 0",  # 1/L is not a float32
+    "--divisor 1e300": "--divisor 1e+300 is not finite and > 0, or 1/L is not a normal float32",
     "--top -1": "--top -1 is negative",
     "--output out.gif": "the suffix is not one of .png, .svg, .pdf",
     "--output nowhere/out.png": "its folder does not exist",

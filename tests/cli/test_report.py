@@ -187,8 +187,10 @@ def test_what_cannot_be_reported_is_refused(make_run, cli, tmp_path):
     path = make_run("a", [{"reward": 1.0}])
     for words, message in [
         ((path, "--smooth 1"), "argument --smooth: '1' is not a weight of the past"),
+        ((path, "--metrics ''"), "--metrics is empty"),
+        ((path, "--overwrite --output", path / "metrics.jsonl"), "metrics.jsonl: the suffix is not one of .html"),
         ((path, "--metrics rewards"), "Did you mean reward?"),
         ((tmp_path / "none",), "cannot be read"),
         (("/dev/null",), "/dev/null: has no step yet"),
     ]:
-        assert message in cli.refused("report", *words, "--output", tmp_path / "r.html")
+        assert message in cli.refused("report --output", tmp_path / "r.html", *words)

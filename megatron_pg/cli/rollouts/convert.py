@@ -260,7 +260,11 @@ def _check_options(options: argparse.Namespace) -> None:
         raise InputError(f"--group-size {options.group_size} is not a number of samples. Give 1 or more.")
     if options.step is not None and options.step < 0:
         raise InputError(f"--step {options.step} is negative. Give 0 or more.")
-    _check_copies([path for path in options.dumps if os.path.isfile(path)])
+    files = [path for path in options.dumps if os.path.isfile(path)]
+    _check_copies(files)
+    for path in [*files, *([options.train_data] if options.train_data else [])]:
+        if os.path.exists(path) and os.path.exists(options.output) and os.path.samefile(path, options.output):
+            raise InputError(f"--output {show_path(options.output)} is one of the files to read. Give another path.")
 
 
 def _check_copies(paths: Sequence[str]) -> None:

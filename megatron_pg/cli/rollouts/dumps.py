@@ -11,11 +11,9 @@ import gzip
 import json
 import operator
 import re
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from itertools import chain, repeat
 from typing import Any
 
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.cli.rollouts.columns import COLUMNS, PAIR, Row, check_complete, columns_of, missing_fields, names_of
-from megatron_pg.cli.terminal import InputError, opened, show_path
+from megatron_pg.cli.terminal import InputError, opened, show_path, standard_input
 from megatron_pg.rollouts.fields import FIELDS, is_int, plain
 from megatron_pg.rollouts.lines import raw_lines, unique_keys
 from megatron_pg.rollouts.printable import printable, shorten
@@ -409,7 +407,7 @@ def _json_lines(path: str) -> Iterator[tuple[Any, str]]:
 def _open_text(path: str, mode: str) -> Any:
     """A file, a compressed file (.gz), or standard input (-)."""
     if path == "-":
-        return nullcontext(sys.stdin.buffer)
+        return standard_input()
     return gzip.open(path, mode) if path.endswith(".gz") else open(path, mode)
 
 

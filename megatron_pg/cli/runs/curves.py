@@ -87,7 +87,8 @@ def read_run(path: Path) -> Run:
             _add_step(run, line, f"{shown}:{number}")
             update(size := size + len(line))  # a pipe has no position
     if not run.curves:
-        raise InputError(f"{shown}: has no step yet. Wait for the first one.")
+        what = "metric with a finite number" if size else "step"
+        raise InputError(f"{shown}: has no {what} yet. Wait for the first one.")
     run.curves = {name: dict(sorted(curve.items())) for name, curve in run.curves.items()}
     return run
 

@@ -68,7 +68,7 @@ def _write(
 
 def _page(options: argparse.Namespace) -> Callable[..., str]:
     """What makes the page, if it can be written."""
-    check_output(options.output, overwrite=options.overwrite)
+    check_output(options.output, overwrite=options.overwrite, suffixes=(".html",))
     try:
         from megatron_pg.cli.runs.report_page import page
     except Exception as error:  # plotly is missing or broken
