@@ -133,7 +133,7 @@ def _places(tokens: Integers, step: int) -> NDArray[np.uint64]:
 
 def _topk(sample: Any, kept: Integers, drawn: Integers) -> tuple[NDArray[np.float32], Integers] | None:
     """[n, K] the engine's top-k values at the kept tokens, descending, and the rank of each sampled token."""
-    if sample.rollout_topk is None:
+    if sample.rollout_topk is None or not sample.rollout_topk.ids.shape[1]:
         return None
     ids, values = (part.numpy()[kept] for part in (sample.rollout_topk.ids, sample.rollout_topk.logprobs))
     values = np.where(ids >= 0, values, -np.inf).astype(np.float32)

@@ -60,8 +60,8 @@ def _write(
     else:
         names = list(dict.fromkeys([*_default_metrics(runs), *(flag["metric"] for flag in flags)]))
     curves = {name: {label: one_run.curves.get(name, {}) for label, one_run in runs.items()} for name in names}
+    text = page(curves, runs, _objectives(runs), [_cells(flag) for flag in flags], smoothing=options.smooth)
     with written_whole(options.output, overwrite=options.overwrite) as scratch:
-        text = page(curves, runs, _objectives(runs), [_cells(flag) for flag in flags], smoothing=options.smooth)
         scratch.write_text(text, encoding="utf-8", errors="backslashreplace")  # names come from files
     return names
 
