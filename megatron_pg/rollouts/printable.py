@@ -1,7 +1,7 @@
 """Text from outside (ids, paths, field names), as error messages and log lines may show it."""
 
 from collections.abc import Iterator
-from itertools import chain
+from itertools import islice
 
 _LONGEST = 120  # characters
 
@@ -23,21 +23,12 @@ def reason_of(error: BaseException | None) -> object:
 
 
 def shorten(value: object) -> str:
-    """A value as messages show it."""
+    """A value as messages show it; only the beginning of its text is made, which may be very long or endless."""
     try:
-        return printable(_start(value).replace("\n", ""))  # a tensor's text has several lines
+        start = "".join(islice(_pieces(value), 3 * _LONGEST))  # at most every second piece is empty
+        return printable(start.replace("\n", ""))  # a tensor's text has several lines
     except Exception:  # an integer of too many digits, a user's class
         return f"a {type(value).__name__} without a text"
-
-
-def _start(value: object) -> str:
-    """The first characters of a value's text, as many as are shown: a list that contains itself has an endless text."""
-    text = ""
-    for piece in _pieces(value):
-        text += piece
-        if len(text) > _LONGEST:
-            break
-    return text
 
 
 def _pieces(value: object) -> Iterator[str]:
@@ -46,12 +37,13 @@ def _pieces(value: object) -> Iterator[str]:
         opening, closing = "[]" if type(value) is list else "()"
         yield opening
         for i, item in enumerate(value):
-            yield from _pieces(item) if i == 0 else chain((", ",), _pieces(item))
+            yield ", " * (i > 0)
+            yield from _pieces(item)
         yield f",{closing}" if closing == ")" and len(value) == 1 else closing
     elif isinstance(value, dict):
         yield "{"
         for i, (key, item) in enumerate(value.items()):
-            yield f"{', ' * (i > 0)}"
+            yield ", " * (i > 0)
             yield from _pieces(key)
             yield ": "
             yield from _pieces(item)
