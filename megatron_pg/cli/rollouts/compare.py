@@ -213,19 +213,21 @@ def by_prompt(rows: Sequence[Row], comparisons: Comparisons) -> list[Unit]:
 
 def _units(rows: Sequence[Row], comparisons: Comparisons, keys: Sequence[Hashable]) -> dict[Any, Unit]:
     """The rows of each key, as one unit without a name."""
-    units: dict[Any, Unit] = {}
-    for key, row in zip(keys, rows, strict=True):
-        unit = units.setdefault(key, {"samples": 0, "trained_tokens": 0, "share": {}})
-        unit["samples"] += 1
-        unit["trained_tokens"] += row.trained
-    for mode, comparison in comparisons.items():
-        masses: dict[Any, list[float]] = {key: [] for key in units}
-        for key, mass in zip(keys, comparison.masses, strict=True):
-            masses[key].append(mass)
-        total = math.fsum(comparison.masses)  # 0 if all advantages are
-        for key, unit in units.items():
-            unit["share"][mode] = math.fsum(masses[key]) / total if total else None
-    return units
+    members: dict[Any, list[int]] = {}
+    for i, key in enumerate(keys):
+        members.setdefault(key, []).append(i)
+    totals = {mode: math.fsum(comparison.masses) for mode, comparison in comparisons.items()}  # 0 if all advantages are
+    return {
+        key: {
+            "samples": len(inside),
+            "trained_tokens": sum(rows[i].trained for i in inside),
+            "share": {
+                mode: math.fsum(comparisons[mode].masses[i] for i in inside) / total if total else None
+                for mode, total in totals.items()
+            },
+        }
+        for key, inside in members.items()
+    }
 
 
 def _effective(shares: Sequence[float | None]) -> float | None:
