@@ -39,6 +39,7 @@ FOLDERS = {  # of the subcommands' modules, below megatron_pg/cli
     **dict.fromkeys(("plot", "report"), "runs."),
 }
 LAUNCHES = ("explain", "validate")  # take the flags of a job, which other parsers define
+NEED_TORCH = ("compare", "mismatch", "convert")
 
 
 def module_of(subcommand: str) -> ModuleType:
@@ -97,12 +98,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str], name: str | None) -> int:
     try:
         options = _parse(argv, name)
+        if name in NEED_TORCH:
+            _import_torch(name)
         return module_of(options.subcommand).run(options)
     except ModuleNotFoundError as error:
         if error.name not in ("numpy", "torch"):
             raise
         raise InputError(
             f"{name} needs {error.name}, which is not installed. Install it; megatron-pg doctor lists missing packages."
+        ) from error
+
+
+def _import_torch(name: str) -> None:
+    try:
+        import_module("torch")
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # a driver or library that does not fit
+        raise InputError(
+            f"{name} needs torch, which cannot be imported ({type(error).__name__}: {error}). Repair the installation; "
+            "megatron-pg doctor checks it."
         ) from error
 
 

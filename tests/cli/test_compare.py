@@ -283,11 +283,19 @@ def without_packages(command: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=processes.PACKAGE)
 
 
-def test_without_a_package_there_is_a_message_and_the_help():
+def test_without_a_package_there_is_a_message_and_the_help(tmp_path):
     done = without_packages("compare x")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("megatron-pg compare: compare needs torch, which is not installed")
     assert done.stderr.count("\n") == 1
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    command = [sys.executable, "-m", "megatron_pg", "compare", "x"]
+    done = subprocess.run(command, env=processes.environment(tmp_path), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "megatron-pg compare: compare needs torch, which cannot be imported (OSError: libcudart.so.12: cannot open "
+        "shared object file). Repair the installation; megatron-pg doctor checks it.\n"
+    )
     done = without_packages("compare --help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "--divisor L" in done.stdout
