@@ -130,7 +130,7 @@ def _parse(argv: list[str], name: str | None) -> argparse.Namespace:
             raise InputError(f"{flag} has no value: -- is not one. Give one.")
         if "" in parts:
             shown = flag if any(word.startswith(flag) for word in argv) else option.upper()
-            raise InputError(f"{shown} is empty. Give a value, or leave it out.")
+            raise InputError(f"{shown} is empty. Give a value.")
     if name in LAUNCHES:
         options.words = words
     elif words:

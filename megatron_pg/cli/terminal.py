@@ -98,7 +98,8 @@ def check_output(path: str | Path, *, overwrite: bool, suffixes: Sequence[str] =
     """Refuse an output path that may not or cannot be written, before any work is done."""
     path = Path(path)
     if suffixes and path.suffix.lower() not in suffixes:
-        raise InputError(f"{show_path(path)}: the suffix is not one of {', '.join(suffixes)}. Give one of them.")
+        known = f"one of {', '.join(suffixes)}" if suffixes[1:] else suffixes[0]
+        raise InputError(f"{show_path(path)}: the suffix is not {known}. Give another path.")
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):

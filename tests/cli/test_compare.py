@@ -186,12 +186,14 @@ def test_units_that_cannot_be_counted_are_named(records, message, tmp_path, cli)
     assert message in cli.refused("compare", write(tmp_path / "r.jsonl", records))
 
 
-def test_a_critics_sample_has_no_gradient_mass(tmp_path, cli):
-    """It was left out, and a file of such samples had "no sample of the loss term rl, only of rl"."""
+def test_samples_of_a_critic_and_weights_of_tokens_are_refused(tmp_path, cli):
     critics = {"values": [0.0, 0.0], "returns": [0.0, 0.0], "rollout_id": "c"}
     records = [{name: RECORD[name] for name in RECORD if name not in ("advantage", "old_logprobs")} | critics, RECORD]
     message = cli.refused("compare", write(tmp_path / "r.jsonl", records, HEADER | {"version": 3}))
     assert "r.jsonl: sample r.jsonl:2 has no advantage, and gradient mass is w·|A|." in message
+    weighted = [RECORD | {"token_weights": [1.0, 2.0]}]
+    message = cli.refused("compare", write(tmp_path / "r.jsonl", weighted, HEADER | {"version": 3}))
+    assert "r.jsonl: sample r.jsonl:2 has token_weights, and the comparison counts tokens." in message
 
 
 def test_samples_of_other_terms_are_not_the_objectives(tmp_path):

@@ -200,7 +200,7 @@ def test_what_cannot_be_reported_is_refused(make_run, cli, tmp_path):
     for words, message in [
         ((path, "--smooth 1"), "argument --smooth: '1' is not a weight of the past"),
         ((path, "--metrics ''"), "--metrics is empty"),
-        ((path, "--overwrite --output", path / "metrics.jsonl"), "metrics.jsonl: the suffix is not one of .html"),
+        ((path, "--overwrite --output", path / "metrics.jsonl"), "metrics.jsonl: the suffix is not .html."),
         ((path, "--metrics rewards"), "Did you mean reward?"),
         ((tmp_path / "none",), "cannot be read"),
         (("/dev/null",), "/dev/null: has no step yet"),
