@@ -8,13 +8,12 @@ from os.path import basename
 
 from megatron_pg.cli.terminal import InputError, opened, show_path, standard_input
 from megatron_pg.flags.banner import COMMAND_LINE
-from megatron_pg.rollouts.printable import printable
+from megatron_pg.rollouts.printable import listed, printable
 
 _LAUNCHERS = {"torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed"}
 _PYTHON = re.compile(r"python[\d.]*|uv")
 _OURS = re.compile(r"--(pg-|loss-aggregation|custom-pg-)")
 _BEFORE = re.compile(r"\++$|[A-Za-z_]\w*=")  # what `set -x` prints before a command, and assignments
-_MOST_LINES = 20  # named in a message
 _MOST_BYTES = 2**24  # of the text
 _PART = r"""
     '(?P<single>[^']*)'
@@ -134,10 +133,9 @@ def _choose(commands: Sequence[Command]) -> Command:
     if len(chosen) == 1:
         return chosen[0]
     which = "with" if chosen[0].has_our_flags else "without"
-    lines = [str(command.line) for command in chosen]
-    shown = ", ".join(lines[:_MOST_LINES] + ["…"] * (len(lines) > _MOST_LINES))
+    lines = listed(command.line for command in chosen)
     raise InputError(
-        f"has several command lines {which} flags of megatron_pg: lines {shown}. Keep only the line of the job."
+        f"has several command lines {which} flags of megatron_pg: lines {lines}. Keep only the line of the job."
     )
 
 

@@ -1,9 +1,10 @@
 """Text from outside (ids, paths, field names), as error messages and log lines may show it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 _LONGEST = 120  # characters
+_LONGEST_NAME, _MOST_NAMES = 48, 24  # of a list
 
 
 def printable(text: str, *, limit: int | None = _LONGEST) -> str:
@@ -15,6 +16,12 @@ def printable(text: str, *, limit: int | None = _LONGEST) -> str:
 def show_path(path: object) -> str:
     """A path with control characters escaped, at its full length."""
     return printable(str(path), limit=None)
+
+
+def listed(names: Iterable[object]) -> str:
+    """Names for a message: the first ones, and how many more there are."""
+    shown = [printable(str(name), limit=_LONGEST_NAME) for name in names]
+    return ", ".join(shown[:_MOST_NAMES]) + f" and {len(shown) - _MOST_NAMES} more" * (len(shown) > _MOST_NAMES)
 
 
 def reason_of(error: BaseException | None) -> object:

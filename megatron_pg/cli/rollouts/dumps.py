@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.cli.rollouts.columns import COLUMNS, PAIR, Row, check_complete, columns_of, missing_fields, names_of
+from megatron_pg.cli.rollouts.columns import COLUMNS, PAIR, Row, check_complete, columns_of, missing_fields
 from megatron_pg.cli.terminal import InputError, opened, show_path, standard_input
 from megatron_pg.rollouts.fields import FIELDS, is_int, plain
 from megatron_pg.rollouts.lines import raw_lines, unique_keys
-from megatron_pg.rollouts.printable import printable, shorten
+from megatron_pg.rollouts.printable import listed, printable, shorten
 
 
 class Names:
@@ -49,7 +49,7 @@ def _field(record: Any, name: str, where: str) -> Any:
     if not isinstance(record, Mapping):
         raise _foreign(where, f"is a {type(record).__name__}, not a sample with fields")
     if name not in record:
-        raise _foreign(where, f"has no field {name!r}, which this format requires (it has: {names_of(record)})")
+        raise _foreign(where, f"has no field {name!r}, which this format requires (it has: {listed(record)})")
     return record[name]
 
 
@@ -122,9 +122,7 @@ def _slime_row(sample: Any, step: int, where: str, reward_key: str | None) -> Ro
 def _reward(reward: Any, where: str, key: str | None) -> Any:
     if isinstance(reward, Mapping):
         if key not in reward:
-            raise InputError(
-                f"{where}: its reward has several parts ({names_of(reward)}). Choose one with --reward-key."
-            )
+            raise InputError(f"{where}: its reward has several parts ({listed(reward)}). Choose one with --reward-key.")
         reward = reward[key]
     elif key is not None:
         raise InputError(f"{where}: its reward {shorten(reward)} has no parts. Leave --reward-key out.")
@@ -319,7 +317,7 @@ def read_jsonl(path: str, options: argparse.Namespace, names: Names) -> list[Row
         first = printable(next(f"{field}={name}" for field, name in chosen.items() if name in absent))
         raise InputError(
             f"--column {first}: no line of {show_path(path)} has this column. The first line has: "
-            f"{names_of(rows[0].unused)}. Correct it."
+            f"{listed(rows[0].unused)}. Correct it."
         )
     if options.group_size is not None:
         _group_rows(rows, options.group_size, show_path(path), names)
