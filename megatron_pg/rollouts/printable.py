@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 _LONGEST = 120  # characters
-_LONGEST_NAME, _MOST_NAMES = 48, 24  # of a list
+_LONGEST_NAME, _MOST_NAMES = 64, 24  # of a list
 
 
 def printable(text: str, *, limit: int | None = _LONGEST) -> str:

@@ -43,7 +43,7 @@ def test_a_list_of_names_says_how_many_it_leaves_out():
     assert listed(range(24)).endswith("22, 23")
     assert listed(range(26)).endswith("22, 23 and 2 more")
     assert listed([]) == ""
-    assert len(listed(["x" * 1000])) == 48
+    assert len(listed(["x" * 1000])) == 64
 
 
 def test_the_begin_of_a_value_is_that_of_its_text():
