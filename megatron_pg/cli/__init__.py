@@ -112,9 +112,9 @@ def _run(argv: list[str], name: str | None) -> int:
 def _import_torch(name: str) -> None:
     try:
         import_module("torch")
-    except ModuleNotFoundError:
-        raise
-    except Exception as error:  # a driver or library that does not fit
+    except Exception as error:  # also of a driver or a dependency that does not fit
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            raise
         raise InputError(
             f"{name} needs torch, which cannot be imported ({type(error).__name__}: {error}). Repair the installation; "
             "megatron-pg doctor checks it."
