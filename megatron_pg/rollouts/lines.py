@@ -91,10 +91,10 @@ def parse_line(line: bytes, where: str) -> dict:
             f"{where}: is not UTF-8 (byte {error.start}), so it cannot be read. Re-export it."
         ) from error
     except (ValueError, RecursionError) as error:
-        why = "was the file cut short?"
+        fix = "Write one object per line, without empty lines."
         if not line.endswith(b"\n"):
-            why += " The line has no end: if its writer was killed, delete it."
-        raise RolloutFileError(f"{where}: is not one JSON object per line ({error}); {why}") from error
+            fix = "The line has no end: if its writer was killed, delete it."
+        raise RolloutFileError(f"{where}: is not one JSON object per line ({error}). {fix}") from error
     if not isinstance(record, dict):
         raise RolloutFileError(f"{where}: is a JSON {type(record).__name__}, not an object. Write one object per line.")
     return record
