@@ -32,6 +32,7 @@ def pytest_configure(config):
     )
     config.stash[EVIDENCE] = proof.Evidence()
     interpreter.make_faster()
+    gc.disable()  # until all tests are imported, which leaves next to no garbage
 
 
 @pytest.fixture(scope="session")
@@ -139,6 +140,7 @@ def pytest_collection_finish(session):
     for item in session.items:
         if marker := item.get_closest_marker("proof"):
             session.config.stash[EVIDENCE].expect(marker.args[0], item.nodeid.partition("::")[0].removeprefix("tests/"))
+    gc.enable()
     gc.collect()
     gc.freeze()  # torch and Megatron are a million objects, which every collection would go over
 
