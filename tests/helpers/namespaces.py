@@ -216,10 +216,6 @@ def head(**more: object) -> dict[str, object]:
     return {"pg_fused_head": "forward", **more}
 
 
-def docs(number: object, **more: object) -> dict[str, object]:
-    return {"docs_per_step": number, **more}
-
-
 def ids(messages: list[tuple[type[Warning], str]]) -> list[str]:
     """The id of each message, checked against its category."""
     found = [(text[1:].partition("]")[0], category) for category, text in messages]

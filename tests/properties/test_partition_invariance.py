@@ -106,8 +106,8 @@ def layout(request):
 
 
 def numbers_of_cases(layout: Layout, dtype: torch.dtype, full: bool) -> range:
-    """One of each aggregation and contract. The default tier has half of them in float64 and a quarter in float32; eight
-    ranks have all of them in float64."""
+    """One of each aggregation and contract. The default tier has half of them in float64, a quarter in float32, and all
+    of them in float64 on eight ranks."""
     if full:
         return range(830 // layout.world_size)  # large worlds cost more
     if dtype == torch.float64 and layout.world_size == 8:

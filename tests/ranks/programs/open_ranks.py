@@ -43,10 +43,6 @@ NOTHING = "nothing was raised"
 SFT = LossTerm(name="sft", kind="ce", weight=0.3, aggregation="token_mean")
 
 
-def is_last_stage() -> bool:
-    return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-
-
 class Trial:
     """One case's model, and its steps."""
 
