@@ -1,7 +1,7 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Both set up .venv first.
 #   PYTHON       interpreter that .venv is made of
 #   CONSTRAINTS  pins; empty on a machine whose torch must stay as it is
-#   PROCESSES    of `make test`: one waits for what the others share the cores with
+#   PROCESSES    of `make test`: one waits for what the others share the cores with; they keep bytecode, or each compiles
 #   PIP_ARGS     further arguments of pip, for instance where PyTorch's CPU build comes from
 # `make papers` recomputes docs/papers.md's figures; `make docs` writes the generated page and pictures of docs/.
 # `make site` writes the pages and an API reference to .site/; `make dist` writes source archive and wheel to dist/.
@@ -40,7 +40,7 @@ demo: .venv/ready
 	PYTHON=$(BIN)/python bash examples/launch_cpu.sh --loss-aggregation constant --loss-aggregation-divisor 6 $(ARGS)
 
 test: .venv/ready $(VERL)
-	$(BIN)/python -m pytest -q -n $(PROCESSES) --no-loadscope-reorder $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(PROCESSES) --no-loadscope-reorder $(ARGS)
 
 drivers: .venv/ready $(DRIVERS)
 	HOSTS=$(HOSTS) $(BIN)/python -m pytest -q tests/drivers $(ARGS)

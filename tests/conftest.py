@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 import interpreter
 import launches  # what they launch has the environment of now
 import proof
-from namespaces import rank_zero, user_code  # noqa: F401, fixtures
+from namespaces import rank_zero, user_code, user_folder  # noqa: F401, fixtures
 
 EVIDENCE = pytest.StashKey[proof.Evidence]()
 BACKGROUND = pytest.StashKey[launches.Background]()
@@ -32,6 +32,7 @@ def pytest_configure(config):
     )
     config.stash[EVIDENCE] = proof.Evidence()
     interpreter.make_faster()
+    gc.disable()  # until all tests are imported, which leaves next to no garbage
 
 
 @pytest.fixture(scope="session")
@@ -139,6 +140,7 @@ def pytest_collection_finish(session):
     for item in session.items:
         if marker := item.get_closest_marker("proof"):
             session.config.stash[EVIDENCE].expect(marker.args[0], item.nodeid.partition("::")[0].removeprefix("tests/"))
+    gc.enable()
     gc.collect()
     gc.freeze()  # torch and Megatron are a million objects, which every collection would go over
 
@@ -164,7 +166,8 @@ def pytest_sessionfinish(session):
 
 @pytest.fixture(autouse=True)
 def seed():
-    torch.manual_seed(0)
+    # without a GPU torch.manual_seed would note for each kind of it who has called, which takes longer than most tests
+    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
 
 
 @pytest.fixture(autouse=True, scope="session")

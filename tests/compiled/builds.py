@@ -1,8 +1,8 @@
 """The table of kernels to compile for a GPU that the machine need not have, and figures of their machine code.
 
-As a script, `builds.py CHIP [NAME…]` compiles for a compute capability the builds or groups of these names (none: the
-default tier), and prints one JSON line for each; `builds.py table` prints each build's kernel and whether the default
-tier has it. It runs in its own process, because the interpreter, which other tests use, is chosen on import.
+As a script, `builds.py CHIP [NAME…]` compiles for a compute capability the builds or groups of these names, and prints
+one JSON line for each. Without a name it compiles the default tier, and prints the name and kernel of every build. It
+runs in its own process, because the interpreter, which other tests use, is chosen on import.
 """
 
 import itertools
@@ -334,7 +334,7 @@ GROUPS = {make.__name__: make for make in (single_pass, surrogate, rows, teacher
 if __name__ == "__main__":
     chip, *names = sys.argv[1:]
     for build in itertools.chain.from_iterable(GROUPS[group]() for group in {n.split()[0]: n for n in names} or GROUPS):
-        if chip == "table":
-            print(json.dumps([build.kernel.__name__, build.is_default]))
-        elif {build.name, build.name.split()[0]} & {*names} or (not names and build.is_default):
-            print(json.dumps(build.compiled(int(chip))))
+        if {build.name, build.name.split()[0]} & {*names} or (not names and build.is_default):
+            print(json.dumps(build.compiled(int(chip)) | {"kernel": build.kernel.__name__}))
+        elif not names:
+            print(json.dumps({"name": build.name, "kernel": build.kernel.__name__}))

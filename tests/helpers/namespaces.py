@@ -171,17 +171,23 @@ def said(args: argparse.Namespace) -> list[tuple[type[Warning], str]]:
     return [(warning.category, str(warning.message)) for warning in caught]
 
 
-@pytest.fixture
-def user_code(tmp_path, monkeypatch):
-    """The modules of `USER_FILES`, importable during the test and forgotten after it."""
+@pytest.fixture(scope="session")
+def user_folder(tmp_path_factory):
+    """Of `USER_FILES`, which no test changes."""
+    folder = tmp_path_factory.mktemp("user")
     for name, text in USER_FILES.items():
-        path = tmp_path / name
+        path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
+    return folder
+
+
+@pytest.fixture
+def user_code(user_folder, monkeypatch):
+    """The modules of `USER_FILES`, importable during the test and forgotten after it."""
+    monkeypatch.syspath_prepend(user_folder)
     yield
-    ours = {name.partition("/")[0].removesuffix(".py") for name in USER_FILES}
-    for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
+    for name in [name for name in sys.modules if name.startswith("user_")]:
         del sys.modules[name]
 
 
@@ -215,10 +221,6 @@ def pg(objective: object, **more: object) -> dict[str, object]:
 
 def head(**more: object) -> dict[str, object]:
     return {"pg_fused_head": "forward", **more}
-
-
-def docs(number: object, **more: object) -> dict[str, object]:
-    return {"docs_per_step": number, **more}
 
 
 def ids(messages: list[tuple[type[Warning], str]]) -> list[str]:

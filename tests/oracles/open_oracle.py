@@ -13,7 +13,6 @@ N counts all rollouts, prompt groups or tokens of the objective (scheduled), tho
 that a correction keeps (kept), which may be known after the forward only.
 """
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -65,15 +64,3 @@ def gradients(
         provisional = [gradient * (own / expected) for gradient in alone]
         found += [gradient * (expected / total) for gradient in provisional]
     return found + (step_oracle.run(every, settings).gradients[len(found) :] if rest else [])
-
-
-def arrivals(lengths: Sequence[int], seconds_per_token: float, delays: Sequence[float]) -> list[int]:
-    """The rollouts in the order in which they arrive: a rollout takes its tokens' time, and its delay."""
-    times = [seconds_per_token * length + delay for length, delay in zip(lengths, delays, strict=True)]
-    return sorted(range(len(lengths)), key=lambda i: (times[i], i))
-
-
-def share_of_long(lengths: Sequence[int], chosen: Sequence[int]) -> float:
-    """The fraction of the chosen rollouts that is at least as long as the median of all; 0.5 without a selection."""
-    middle = sorted(lengths)[len(lengths) // 2]
-    return math.fsum(lengths[i] >= middle for i in chosen) / len(chosen)

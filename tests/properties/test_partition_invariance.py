@@ -106,13 +106,14 @@ def layout(request):
 
 
 def numbers_of_cases(layout: Layout, dtype: torch.dtype, full: bool) -> range:
-    """One of each aggregation and contract. The default tier has them in one of the two precisions; eight ranks have
-    all of them in float64."""
+    """One of each aggregation and contract. The default tier has half of them in float64, a quarter in float32, and all
+    of them in float64 on eight ranks."""
     if full:
         return range(830 // layout.world_size)  # large worlds cost more
     if dtype == torch.float64 and layout.world_size == 8:
         return range(len(CONTRACTS))
-    return range((LAYOUTS.index(layout) + (dtype == torch.float64)) % 2, len(CONTRACTS), 2)
+    step = 2 if dtype == torch.float64 else 4
+    return range((LAYOUTS.index(layout) + step // 2) % step, len(CONTRACTS), step)
 
 
 def shown(dtype: torch.dtype, kind: str, what: str):

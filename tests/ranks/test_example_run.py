@@ -25,6 +25,8 @@ SHORT = example_runs.words_of(
     }
 )
 
+# a quarter of the rollouts
+FEW = ("--prompts-per-rollout", "8", "--global-batch-size", "64", "--micro-batch-size", "32")
 DIVISORS = (6, 12)
 
 
@@ -56,7 +58,7 @@ def of_two_stages(folder, full):
     """bfloat16 stages, and logits in float32 on the last: what is sent has one dtype. The model is a HybridModel with
     tied embeddings and two virtual stages per rank."""
     stages = ["--pipeline-model-parallel-size", "2", "--hybrid-layer-pattern", "*|-|*|-", "--micro-batch-size", "4"]
-    return launch(folder, *stages, "--bf16", "--pg-fused-head", "--warm-up-iters", "0", "--train-iters", "2")
+    return launch(folder, *FEW, *stages, "--bf16", "--pg-fused-head", "--warm-up-iters", "0", "--train-iters", "2")
 
 
 @launches.launch
@@ -64,7 +66,7 @@ def of_shared_experts(folder, full):
     """Two ranks with two experts each."""
     experts = ["--num-experts", "4", "--moe-aux-loss-coeff", "0", "--moe-token-dispatcher-type", "alltoall"]
     sharing = ["--disable-bias-linear", "--expert-model-parallel-size", "2"]
-    return launch(folder, *experts, *sharing, "--warm-up-iters", "0", "--train-iters", "2")
+    return launch(folder, *FEW, *experts, *sharing, "--warm-up-iters", "0", "--train-iters", "2")
 
 
 @launches.launch
@@ -72,7 +74,7 @@ def taught(folder, full):
     """A run that saves its policy, and one that begins with it and has it as its teacher; in bfloat16, which no module
     is built in."""
     saved = str(folder / "teacher" / "saved")
-    small = ["--bf16", "--prompts-per-rollout", "8", "--global-batch-size", "64", "--micro-batch-size", "32"]
+    small = [*FEW, "--bf16"]
     launch(folder / "teacher", *small, "--save", saved, "--save-interval", "2", "--train-iters", "2", ranks=1)
     begins = ["--load", saved, "--finetune", "--no-load-optim", "--no-load-rng", *small]
     begins += ["--warm-up-iters", "0", "--train-iters", "2"]
@@ -83,7 +85,7 @@ def taught(folder, full):
 @launches.launch
 def of_sharp_tokens(folder, full):
     """A run that trains the fifth of the tokens where its policy was least sure."""
-    return launch(folder, "--pg-correction", "top_entropy", "--train-iters", "3", "--warm-up-iters", "1")
+    return launch(folder, *FEW, "--pg-correction", "top_entropy", "--train-iters", "3", "--warm-up-iters", "1")
 
 
 @launches.launch
@@ -102,8 +104,7 @@ def kept(folder, full):
 
     In the full tier there are the other head's too, and all of them on one rank.
     """
-    flags = ["--top-p", "0.95", "--prompts-per-rollout", "8", "--global-batch-size", "64", "--train-iters", "2"]
-    flags += ["--pg-metrics", "with_entropy"]
+    flags = [*FEW, "--top-p", "0.95", "--train-iters", "2", "--pg-metrics", "with_entropy"]
     two = ["--tensor-model-parallel-size", "2"]
     layouts = {"logits": [], "recompute": ["--pg-fused-head", "recompute"]}
     layouts |= {"fused": ["--pg-fused-head"]} if full else {}
@@ -118,10 +119,8 @@ def kept(folder, full):
 def programs(folder, full):
     """The second task, whose sampler keeps keys and values; two ranks hold parts of every layer."""
     task = ["--task", "list_programs", "--seq-length", "48", "--max-position-embeddings", "48", "--vocab-size", "20"]
-    sharded = ["--tensor-model-parallel-size", "2", "--cached-sampling", "--global-batch-size", "64"]
-    return launch(
-        folder, *task, *sharded, "--prompts-per-rollout", "8", "--exact-match-prompts", "8", "--train-iters", "2"
-    )
+    sharded = ["--tensor-model-parallel-size", "2", "--cached-sampling"]
+    return launch(folder, *FEW, *task, *sharded, "--exact-match-prompts", "8", "--train-iters", "2")
 
 
 @launches.launch

@@ -81,19 +81,6 @@ def test_the_pages_explain_the_red_flags_of_the_recipes_first_step(constant, pag
     assert all(f"`{name}`" in explained for name in raised)
 
 
-def test_a_forward_step_that_would_never_be_called_is_refused():
-    from megatron_pg.pretrain import pretrain
-
-    def given(*arguments):
-        raise AssertionError("called")
-
-    given.is_distributed = True
-    with pytest.raises(ValueError, match="forward_step_func has no effect here"):
-        pretrain(
-            train_valid_test_dataset_provider=given, model_provider=given, model_type=None, forward_step_func=given
-        )
-
-
 # --- their reducer file as ours ---
 
 

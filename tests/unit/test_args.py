@@ -296,12 +296,6 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
     assert vars(parser.parse_args([])) == default_arguments()
 
 
-@pytest.mark.parametrize("word", ["inf", "nan", "-1", "0", "1e39"])
-def test_a_divisor_that_parses_as_a_number_is_still_checked(word):
-    args = parse("--loss-aggregation", "constant", f"--loss-aggregation-divisor={word}")
-    assert [rule for rule, _ in refused(args)] == ["E8"]
-
-
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

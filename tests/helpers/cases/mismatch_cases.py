@@ -15,7 +15,6 @@ from torch import Tensor
 
 STRENGTHS = ("weak", "medium", "strong")
 LENGTH = 128
-Sizes = dict[str, tuple]  # of a fault, by strength
 
 
 @dataclass

@@ -6,14 +6,12 @@ fully masked, and some samples have one turn.
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 
 import step_cases
 import term_cases
 import torch
 from step_cases import StepCase, keeps_some
-from step_oracle import Settings
 
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.rollouts.sample import Sample
@@ -111,11 +109,3 @@ def _with_one_advantage_per_turn(sample: Sample, rng: random.Random) -> Sample:
     own = torch.tensor([rng.uniform(-2, 2) for _ in sample.turns], dtype=torch.float64)
     values = own.repeat_interleave(torch.tensor(sample.turns))
     return replace(sample, advantages=torch.where(sample.loss_mask, values, sample.advantages))
-
-
-def unweighted(samples: Sequence[Sample]) -> list[Sample]:
-    return [replace(sample, token_weights=None, turns=None) for sample in samples]
-
-
-def plain(asked: Settings) -> Settings:
-    return replace(asked, weight_denominator="tokens", sequence_level="sample")

@@ -219,6 +219,23 @@ def become(request: dict, set_at_import: dict[str, str]) -> None:
         runpy.run_path(os.path.abspath(words[0]), run_name="__main__")  # `__file__` is absolute, as Python has it
 
 
+def run_to_its_end(request: dict, set_at_import: dict[str, str]) -> None:
+    """Run what was asked for, and end as an interpreter does, but leave the modules to the kernel: taking them apart
+    costs more than a start does. An error ends in the usual way."""
+    status = 0
+    try:
+        become(request, set_at_import)
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        status = end.code or 0
+    threading._shutdown()  # waits for threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def _import() -> dict[str, str]:
     """Import what launched processes import; the variables of the environment that this sets."""
     import gc
@@ -255,4 +272,4 @@ if __name__ == "__main__":
     if len(sys.argv) > 2:
         call(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
     set_at_import = _import()
-    become(serve(Path(sys.argv[1])), set_at_import)
+    run_to_its_end(serve(Path(sys.argv[1])), set_at_import)

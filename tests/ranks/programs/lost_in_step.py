@@ -41,7 +41,7 @@ def seed_fault(point: str, fault: Callable[[], None], chunk: torch.nn.Module, ca
 
 def train_open(step: PolicyGradientStep, model: torch.nn.Module, layout: Layout) -> None:
     """A step of one add for each prompt group of this rank."""
-    opened = step.open_step(model, expected=8, seq_length=WIDTH, micro_batch_size=len(ranks.samples()) // 2 + 1)
+    opened = step.open_step(model, expected=8, seq_length=WIDTH, micro_batch_size=ranks.NUM_SAMPLES // 2 + 1)
     for group in ranks.groups_of(ranks.Case("", layout, "constant")):
         opened.add(ranks.pack_parts(layout, [group, []]))
     opened.close()
@@ -87,5 +87,5 @@ def train(case: Case, rank: int) -> None:
             model=wrapped,
             num_microbatches=len(case_parts),
             seq_length=WIDTH,
-            micro_batch_size=len(ranks.samples()) // 2 + 1,
+            micro_batch_size=ranks.NUM_SAMPLES // 2 + 1,
         )

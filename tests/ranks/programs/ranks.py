@@ -111,6 +111,9 @@ def samples(options: frozenset[str] = frozenset()):
     ]
 
 
+NUM_SAMPLES = len(samples())  # with any options
+
+
 TERMS = (
     *kl_and_entropy(entropy_coef=0.05, aggregation="sample_mean"),
     LossTerm(name="sft", kind="ce", weight=0.3, aggregation="token_mean"),
@@ -272,7 +275,7 @@ def shared_documents() -> SharedDocumentAccumulator:
         shape = {"num_microbatches": count, "rank": plane.rank(), "num_ranks": plane.size()}
         return cut_over_ranks(mine, **shape, max_tokens=16, attention_length=8.0)
 
-    rule = StepRule(num_documents=len(samples()), policy="exact", end="stop")
+    rule = StepRule(num_documents=NUM_SAMPLES, policy="exact", end="stop")
     return SharedDocumentAccumulator(rule=rule, cut=cut, room=16 * plane.size(), position=Position(0, (0,)))
 
 
@@ -300,25 +303,23 @@ def documents_of(case: Case) -> DocumentAccumulator | SharedDocumentAccumulator:
         multiple_of=sizes["tp"] * sizes["cp"] if case.layout.sequence_parallel and is_thd else 1,
         is_static=sizes["pp"] > 1,
     )
-    rule = StepRule(
-        num_documents=len(samples(case.layout.options)) + (case.fault == "short"), policy="exact", end="stop"
-    )
+    rule = StepRule(num_documents=NUM_SAMPLES + (case.fault == "short"), policy="exact", end="stop")
     position = Position(0, (0,) * parallel_state.get_data_parallel_world_size())
     return DocumentAccumulator(rule=rule, packing=packing, position=position)
 
 
 def pack_parts(layout: Layout, parts: list[list]) -> list:
-    cp_size, total = layout.sizes["cp"], len(samples(layout.options))
+    cp_size = layout.sizes["cp"]
     if (
         layout.options & LOSSES.keys()
     ):  # the router sees padding, so every layout has that of two context-parallel ranks
         if layout.qkv_format == "thd":
             return [pack(part, qkv_format="thd", cp_size=2) for part in parts]
-        return [pack(part, qkv_format="bshd", max_seq_len=WIDTH, rows=-(-total // PARTS)) for part in parts]
+        return [pack(part, qkv_format="bshd", max_seq_len=WIDTH, rows=-(-NUM_SAMPLES // PARTS)) for part in parts]
     if layout.qkv_format == "thd":
         multiple = layout.sizes["tp"] * cp_size if layout.sequence_parallel else 1
         return [pack(part, qkv_format="thd", cp_size=cp_size, multiple_of=multiple) for part in parts]
-    rows = total if len(parts) == 1 else total // 2 + 1
+    rows = NUM_SAMPLES if len(parts) == 1 else NUM_SAMPLES // 2 + 1
     return [pack(part, qkv_format="bshd", cp_size=cp_size, max_seq_len=WIDTH, rows=rows) for part in parts]
 
 
@@ -400,10 +401,10 @@ def run_case(case: Case, out: Path) -> None:
 
 def rows_of(case: Case) -> int:
     if case.is_router_alone:
-        return 1 if case.layout.qkv_format == "thd" else -(-len(samples(case.layout.options)) // PARTS)
+        return 1 if case.layout.qkv_format == "thd" else -(-NUM_SAMPLES // PARTS)
     if case.layout.qkv_format == "thd":
         return 1
-    return 3 if case.takes_documents else len(samples(case.layout.options)) // 2 + 1
+    return 3 if case.takes_documents else NUM_SAMPLES // 2 + 1
 
 
 def end_of(step: PolicyGradientStep, arguments: dict) -> str | None:

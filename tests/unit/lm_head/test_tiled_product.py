@@ -244,8 +244,9 @@ KEPT = {
 @pytest.mark.parametrize("why", [None, *KEPT])
 def test_other_heads_have_stored_logits(why, launches):
     weight, head = (WEIGHT, {}) if why is None else KEPT[why]
-    hidden = torch.randn(30, weight.shape[1]).to(weight.dtype).requires_grad_()
-    found = logprobs_and_entropy(hidden, weight, torch.arange(30), **head)
+    rows = 30 if why is None else 5  # the interpreter is slow
+    hidden = torch.randn(rows, weight.shape[1]).to(weight.dtype).requires_grad_()
+    found = logprobs_and_entropy(hidden, weight, torch.arange(rows), **head)
     found[0].sum().backward()
     assert launches["product_kernel"] == (4 if why is None else 0)  # two blocks of 24 rows, forward and backward
     assert launches["merge_kernel"] == (2 if why is None else 0)

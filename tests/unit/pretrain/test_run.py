@@ -296,8 +296,10 @@ def test_megatrons_own_order_is_taken_and_a_forward_step_is_refused():
         pass
 
     provider.is_distributed = True
-    with pytest.raises(ValueError, match="forward_step_func has no effect here"):
-        run.pretrain(provider, provider, 1, provider, args_defaults={})
+    named = dict.fromkeys(("train_valid_test_dataset_provider", "model_provider", "forward_step_func"), provider)
+    for given, keywords in (((provider, provider, 1, provider), {}), ((), named | {"model_type": 1})):
+        with pytest.raises(ValueError, match="forward_step_func has no effect here"):
+            run.pretrain(*given, **keywords, args_defaults={})
     with pytest.raises(ValueError, match="process_non_loss_data_func without non_loss_data_func makes Megatron run"):
         run.pretrain(provider, provider, 1, process_non_loss_data_func=provider)
     del provider.is_distributed

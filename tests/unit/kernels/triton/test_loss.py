@@ -478,10 +478,11 @@ def test_what_launches_the_single_pass_kernel(dtype, upstream, inplace, monkeypa
 @pytest.mark.proof("Token-level losses with KL and bonus from logits, single-pass and multi-pass: float64, within 2e-5")
 @pytest.mark.parametrize("columns", [64, 63])
 @pytest.mark.parametrize("name", ROWS)
-def test_every_token_loss_is_one_launch_and_equals_float64(name, columns, evidence, monkeypatch):
-    """On a CPU the single-pass kernel's own work is done in torch: everything around it."""
-    errors = []
-    for terms in ({}, KL, {"entropy_coef": 0.2}, {**KL, "entropy_coef": 0.2}):
+def test_every_token_loss_is_one_launch_and_equals_float64(name, columns, full, evidence, monkeypatch):
+    """On a CPU the single-pass kernel's own work is done in torch: everything around it. In the default tier the
+    objectives take the terms in turns where the interpreter runs."""
+    errors, every = [], ({}, KL, {"entropy_coef": 0.2}, {**KL, "entropy_coef": 0.2})
+    for terms in every if full or CUDA or columns % 16 == 0 else every[ROWS.index(name) % 4 :][:1]:
         loss_terms = kl_and_entropy(**terms)[:: (-1) ** len(terms)]  # in either order
         case = Case(rows=20, columns=columns, padding=columns - 48, temperature=0.7)
         fields = make(case)
