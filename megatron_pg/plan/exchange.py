@@ -10,7 +10,6 @@ Every rank executes the same collectives. An error travels in the heads or the r
 rank.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +18,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from megatron_pg.plan.collectives import all_reduced, all_to_all_rows, decode, encode, gathered, rank_of
+from megatron_pg.plan.collectives import (
+    all_reduced,
+    all_to_all_rows,
+    decode,
+    encode,
+    gathered,
+    gathered_parts,
+    gathered_texts,
+    rank_of,
+)
 from megatron_pg.plan.errors import StepPlanError, message_of
 from megatron_pg.plan.facts import (
     NOTHING,
@@ -36,7 +44,6 @@ from megatron_pg.plan.facts import (
 )
 from megatron_pg.plan.table import FACTS, MODULUS, PROMPT, ROLLOUT, LocalTable, PlanRule, hash_of
 
-MESSAGE = 512  # bytes of a rank's error, or of an id, that are sent to the others
 KINDS = {"rollout_id": ROLLOUT, "prompt_id": PROMPT}  # of units: their column in the table
 MIXED = "prompts"  # the stray of a rollout that belongs to two prompts
 _KIND, _KEY, _PART, _PLACE, _TOKENS = range(5)  # columns of a unit's row; its facts come after the tokens
@@ -62,8 +69,7 @@ class Head(NamedTuple):
         """The head of this rank."""
         has_ids = (int(local.has_rollout_ids), int(local.has_prompt_ids)) if len(local.rows) else (-1, -1)
         sizes = len(local.rows), int(error is not None), *has_ids, local.num_microbatches, local.has_sampling_mask
-        environments = len(json.dumps(local.environments)) if local.environments else 0
-        return cls(*sizes, environments, hash_of(repr(rule.agreed)) >> 33, local.content)
+        return cls(*sizes, len(_encoded(local.environments)), hash_of(repr(rule.agreed)) >> 33, local.content)
 
     @property
     def row(self) -> Tensor:
@@ -76,20 +82,21 @@ def gather_heads(head: Head, error: Exception | None, group: ProcessGroup | None
     rows = gathered(head.row, group, error).tolist()
     heads = [Head._make([*values, (high << 31) + low]) for *values, high, low in rows]
     if failed := [rank for rank, other in enumerate(heads) if other.failed]:
-        messages = gathered(encode("" if error is None else message_of(error), MESSAGE), group, error)
-        texts = [decode(messages[rank]) for rank in failed]
-        if len(failed) == len(heads) and len(set(texts)) == 1:  # the same on every rank
+        texts = gathered_texts("" if error is None else message_of(error), group, error)
+        if len(set(texts)) == 1:  # the same on every rank
             raise StepPlanError(texts[0])
-        raise StepPlanError(f"data-parallel rank {failed[0]}: {texts[0]}")
+        raise StepPlanError(f"data-parallel rank {failed[0]}: {texts[failed[0]]}")
     return heads
 
 
 def gather_environments(names: Sequence[str], heads: Sequence[Head], group: ProcessGroup | None) -> list[str]:
     """The sorted names of all ranks' environments; a collective only if a head announces some."""
-    if not (size := max(head.environments for head in heads)):
-        return []
-    rows = gathered(encode(json.dumps(names), size), group)
-    return sorted({name for row in rows for name in json.loads(decode(row))})
+    parts = gathered_parts(_encoded(names), [head.environments for head in heads], group)
+    return sorted({name for part in parts for name in decode(part).splitlines()})
+
+
+def _encoded(environments: Sequence[str]) -> Tensor:
+    return encode("\n".join(environments))  # they are printable
 
 
 class Stray(NamedTuple):

@@ -4,6 +4,7 @@ All later parts (kernels, context parallelism, pipeline, metrics) only read weig
 receives the same counts and strays, so an error is raised on every rank.
 """
 
+import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_pg.args import disagreement
 from megatron_pg.batch import ContextRanks
 from megatron_pg.declarations.aggregations import AGGREGATIONS, is_by_turn
 from megatron_pg.declarations.loss_terms import AS_POLICY
-from megatron_pg.plan.collectives import decode, encode, gathered, rank_of
+from megatron_pg.plan.collectives import gathered, gathered_texts, rank_of
 from megatron_pg.plan.errors import StepPlanError
 from megatron_pg.plan.exchange import (
     KINDS,
-    MESSAGE,
     MIXED,
     Head,
     Stray,
@@ -39,7 +40,6 @@ from megatron_pg.plan.table import (
     SelectionFacts,
     Share,
     count_positions,
-    hash_of,
     table_of_counts,
     whole_counts,
 )
@@ -49,7 +49,6 @@ from megatron_pg.rollouts.fields import Id, plain
 from megatron_pg.rollouts.printable import shorten
 
 _INT32_MAX = 2**31 - 1
-_MOST_SETTINGS = 64  # that ranks compare if they disagree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -253,24 +252,15 @@ def _plan_terms(
 def _text_from_owner(text_of: Callable[[int], str], group: ProcessGroup | None, place: int) -> str:
     """A text about a sample, from the rank that has it: a collective of all ranks, which then raise the same error."""
     owner, index = place >> 32, place & (2**32 - 1)
-    return decode(gathered(encode(text_of(index) if rank_of(group) == owner else "", MESSAGE), group)[owner])
+    return gathered_texts(text_of(index) if rank_of(group) == owner else "", group)[owner]
 
 
 def _check_rule(heads: Sequence[Head], rule: PlanRule, group: ProcessGroup | None) -> None:
     """Refuse ranks with different settings; the message names the first that differs."""
     if len({head.agreed for head in heads}) == 1:
         return
-    mine, agreed = torch.zeros(_MOST_SETTINGS, dtype=torch.int64), rule.agreed
-    mine[: len(agreed)] = torch.tensor([hash_of(text) >> 1 for text in agreed.values()])
-    of_ranks = gathered(mine, group)
-    first = int((of_ranks != of_ranks[0]).any(dim=0).nonzero()[0])
-    rank = int((of_ranks[:, first] != of_ranks[0, first]).nonzero()[0])
-    name, text = [*agreed.items()][first]
-    texts = gathered(encode(text, MESSAGE), group)
-    zeroth, other = decode(texts[0]), decode(texts[rank])
-    raise StepPlanError(
-        f"data-parallel ranks disagree on {name}: rank 0 has {zeroth}, rank {rank} has {other}. Give all the same."
-    )
+    rules = [json.loads(text) for text in gathered_texts(json.dumps(rule.agreed), group)]
+    raise StepPlanError(f"data-parallel {disagreement(rules)}. Give all the same.")
 
 
 def _check_agreement(heads: Sequence[Head]) -> None:

@@ -7,6 +7,7 @@
 `megatron_pg.plan.open_plan` explains the weights.
 """
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, PackedBatch
-from megatron_pg.plan.collectives import broadcast_values
+from megatron_pg.plan.collectives import broadcast_text
 from megatron_pg.plan.errors import ScheduleError, StepPlanError, message_of
 from megatron_pg.plan.open_plan import OpenPlan
 from megatron_pg.plan.planned_step import PlannedStep
@@ -78,11 +79,11 @@ class OpenStep:
 
         What has arrived is a matter of timing, so one rank decides, and its peers wait for these rollouts.
         """
-        chosen = list(arrived)
+        chosen = json.dumps([*arrived])
         with lost_peer_named(lambda: self._parts.place):  # each group's first rank reaches the next one's
-            chosen = broadcast_values(chosen, parallel_state.get_tensor_model_parallel_group())
-            chosen = broadcast_values(chosen, parallel_state.get_context_parallel_group())
-            return broadcast_values(chosen, parallel_state.get_pipeline_model_parallel_group())
+            chosen = broadcast_text(chosen, 0, parallel_state.get_tensor_model_parallel_group())
+            chosen = broadcast_text(chosen, 0, parallel_state.get_context_parallel_group())
+            return json.loads(broadcast_text(chosen, 0, parallel_state.get_pipeline_model_parallel_group()))
 
     def add(self, batches: Sequence[PackedBatch]) -> None:
         """Forward and backward of these micro-batches, now; data-parallel ranks may call at different times, or never.
@@ -205,7 +206,7 @@ class OpenStep:
         """Tell the plan, from the last pipeline stage, how many tokens of each added sample the model has kept."""
         group = parallel_state.get_pipeline_model_parallel_group()
         mine = [int(n) for one in self._found.values() if one.kept is not None for n in one.kept.tolist()]
-        counts = broadcast_values(mine, group, source=group.size() - 1)
+        counts = json.loads(broadcast_text(json.dumps(mine), group.size() - 1, group))
         if len(counts) == sum(self._plan.sizes):
             self._plan.count_kept(torch.tensor(counts, dtype=torch.int64))
         elif self._error is None:

@@ -2,6 +2,7 @@ import dataclasses
 import math
 import random
 import warnings
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -254,6 +255,22 @@ def test_ranks_with_different_settings_are_refused_on_every_rank(expected):
             plan_from_table(table, rule, error=None, group=dist.group.WORLD)
 
     threads.run(3, work)
+
+
+def test_a_long_error_arrives_whole_on_every_rank_and_an_endless_one_is_cut():
+    def work(rank: int, text: str) -> str:
+        error = ValueError(text) if rank == 1 else None
+        with pytest.raises(StepPlanError) as caught:
+            plan_from_table(None, PlanRule(aggregation="token_mean"), error=error, group=dist.group.WORLD)
+        return str(caught.value)
+
+    long, endless = "word " * 900 + "end", "x" * 1_000_000
+    assert threads.run(2, partial(work, text=long)) == [f"data-parallel rank 1: {long}"] * 2
+    (message, other) = threads.run(2, partial(work, text=endless))
+    assert message == other
+    assert message.startswith("data-parallel rank 1: xxx")
+    assert message.endswith("xxx...")
+    assert len(message) < 10_000
 
 
 def test_a_plan_without_a_group_warns_in_a_job_of_several_ranks():
