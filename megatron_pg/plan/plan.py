@@ -20,16 +20,7 @@ from megatron_pg.declarations.aggregations import AGGREGATIONS, is_by_turn
 from megatron_pg.declarations.loss_terms import AS_POLICY
 from megatron_pg.plan.collectives import gathered, gathered_texts, rank_of
 from megatron_pg.plan.errors import StepPlanError
-from megatron_pg.plan.exchange import (
-    KINDS,
-    MIXED,
-    Head,
-    Stray,
-    WholeStep,
-    exchange,
-    gather_environments,
-    gather_heads,
-)
+from megatron_pg.plan.exchange import KINDS, MIXED, Head, Stray, WholeStep, exchange, gather_environments, gather_heads
 from megatron_pg.plan.facts import SampleFacts
 from megatron_pg.plan.table import (
     PROMPT,
