@@ -30,7 +30,7 @@ from megatron_pg.plan.table import (
     PlanRule,
     SelectionFacts,
     Share,
-    count_positions,
+    check_one_each,
     table_of_counts,
     whole_counts,
 )
@@ -111,14 +111,16 @@ def plan_step(
     error, local, rule = None, None, PlanRule(aggregation=aggregation, divisor=divisor)
     try:
         rollouts, prompts = (None if ids is None else [plain(i) for i in ids] for ids in (rollout_ids, prompt_ids))
-        local = table_of_counts(rule, group, whole_counts(tokens_per_sample), rollouts, prompts)
+        local = table_of_counts(rule, group, whole_counts("tokens_per_sample", tokens_per_sample), rollouts, prompts)
         if is_by_turn(aggregation):
             raise ValueError(
                 f"aggregation={aggregation!r} divides by tokens of turns, which plan_step does not receive. Choose "
                 "another, or give PolicyGradientStep samples with turns."
             )
         if positions_per_sample is not None:
-            local = replace(local, num_positions=count_positions(positions_per_sample, len(local.rows)))
+            positions = whole_counts("positions_per_sample", positions_per_sample)
+            check_one_each("positions_per_sample", positions, len(local.rows))
+            local = replace(local, num_positions=int(positions.sum()))
     except Exception as failure:  # the exchange raises it on every rank
         error = failure
     plan = plan_from_table(local, rule, error=error, group=group)

@@ -4,7 +4,7 @@ A step counts tokens of loss terms and of the depths of multi-token prediction, 
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, count
 from typing import NamedTuple, cast
@@ -141,9 +141,8 @@ class PlanRule:
     def needs_prompt_ids(self) -> bool:
         """Whether a denominator counts prompt groups."""
         further = [s.aggregation for s in self.terms if s.aggregation and s.aggregation != AS_POLICY]
-        if self.denominator == "varied":
-            return True
-        return any(map(needs_prompt_ids, [self.aggregation, *further, *[self.depth_aggregation] * (self.depths > 0)]))
+        of_depths = [self.depth_aggregation] * (self.depths > 0)
+        return self.denominator == "varied" or any(map(needs_prompt_ids, [self.aggregation, *further, *of_depths]))
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -240,16 +239,6 @@ def table_of_counts(
     ids = {ROLLOUT: rollout_ids, PROMPT: prompt_ids}
     held = rows[:, [ROLLOUT, PROMPT]]
     return LocalTable(rows, rollout_ids is not None, prompt_ids is not None, total, total, held, ids=ids)
-
-
-def count_positions(positions_per_sample: Sequence[int] | Tensor, size: int) -> int:
-    """The sum of `positions_per_sample` over `size` samples."""
-    if len(positions_per_sample) != size:
-        raise ValueError(
-            f"positions_per_sample has {len(positions_per_sample)} entries for {size} samples, so positions cannot be "
-            "counted. Give one each."
-        )
-    return int(whole_counts(positions_per_sample).sum())
 
 
 def local_table_of(
@@ -429,37 +418,38 @@ def needs_prompt_ids(aggregation: str) -> bool:
     return AGGREGATIONS[aggregation].unit == "prompt"
 
 
-def whole_counts(tokens_per_sample: Sequence[int] | Tensor) -> Tensor:
+def whole_counts(name: str, values: Sequence[int] | Tensor) -> Tensor:
     """[S] int64 on the CPU, from a user's values."""
     try:
-        counts = torch.as_tensor(tokens_per_sample)
+        counts = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(
-            f"tokens_per_sample={shorten(tokens_per_sample)} are not counts. Give whole numbers of trained tokens."
-        ) from error
+        raise ValueError(f"{name}={shorten(values)} are not counts. Give whole numbers.") from error
     if counts.numel() == 0:
         return torch.zeros(0, dtype=torch.int64)
     if counts.dtype.is_floating_point or counts.dtype == torch.bool or counts.dim() != 1:
         raise ValueError(
-            f"tokens_per_sample has dtype {counts.dtype} and shape {tuple(counts.shape)}, not [S] integers: counts are "
-            "exact. Give whole numbers of trained tokens."
+            f"{name} has dtype {counts.dtype} and shape {tuple(counts.shape)}, not [S] integers: counts are exact. "
+            "Give whole numbers."
         )
     for is_bad, text in (
         (counts < 0, "is negative. Count from 0."),
-        (counts > _MOST_TOKENS, f"is more than {_MOST_TOKENS}. Give the number of trained tokens."),
+        (counts > _MOST_TOKENS, f"is more than {_MOST_TOKENS}. Give the number of one sample."),
     ):
         if is_bad.any():
             i = int(is_bad.nonzero()[0])
-            raise ValueError(f"tokens_per_sample[{i}]={int(counts[i])} {text}")
+            raise ValueError(f"{name}[{i}]={int(counts[i])} {text}")
     return counts.to(torch.int64).cpu()
+
+
+def check_one_each(name: str, values: Sized, size: int) -> None:
+    """Refuse another number of values than of samples."""
+    if len(values) != size:
+        raise ValueError(f"{name} has {len(values)} entries for {size} samples. Give one each.")
 
 
 def _keys(name: str, ids: Sequence[Id | None], size: int) -> Tensor:
     """Integers stay themselves; strings become 63-bit hashes (a collision: 1 in 10^10 for 30,000 ids)."""
-    if len(ids) != size:
-        raise ValueError(
-            f"{name} has {len(ids)} entries for {size} samples, so units cannot be counted. Give one each."
-        )
+    check_one_each(name, ids, size)
     for i, value in enumerate(ids):
         if isinstance(value, bool) or not isinstance(value, (int, str)):
             raise ValueError(f"{name}[{i}]={value!r} is neither an integer nor a string. Give every sample an id.")

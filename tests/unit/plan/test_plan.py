@@ -216,6 +216,8 @@ def test_counts_beyond_float32_and_int32_stay_exact():
         ([1], "turn_mean", {}, "aggregation='turn_mean' divides by tokens of turns, which plan_step does not"),
         ([1, None], "token_mean", {}, "tokens_per_sample=[1, None] are not counts"),
         ([1, 2, 3], "token_mean", {"positions_per_sample": [4]}, "positions_per_sample has 1 entries for 3 samples"),
+        ([1, 2], "token_mean", {"positions_per_sample": [4, -1]}, "positions_per_sample[1]=-1 is negative"),
+        ([1, 2], "token_mean", {"positions_per_sample": [4, 0.5]}, "positions_per_sample has dtype torch.float32"),
         # sums of more could overflow
         *(([n], "token_mean", {}, f"tokens_per_sample[0]={n} is more than {2**40}") for n in (2**40 + 1, 2**63 - 1)),
         ([1], "token_mean", {"divisor": 4.0}, "has no effect with token_mean"),
@@ -250,7 +252,7 @@ def test_ranks_with_different_settings_are_refused_on_every_rank(expected):
     def work(rank: int):
         same = {"aggregation": "constant", "divisor": 6.0, "arguments": (OF_CLIP[0], ("pg_clip_eps_low", "0.2"))}
         rule = PlanRule(**same | (DIFFERENT[expected] if rank == 2 else {}))
-        table = table_of_counts(rule, dist.group.WORLD, whole_counts([2, 6]), None, None)
+        table = table_of_counts(rule, dist.group.WORLD, whole_counts("tokens_per_sample", [2, 6]), None, None)
         with pytest.raises(StepPlanError, match=f"^data-parallel ranks disagree on {expected}"):
             plan_from_table(table, rule, error=None, group=dist.group.WORLD)
 
