@@ -1,7 +1,7 @@
 """Checks before a step runs; an error on one rank is raised on every rank."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from megatron_pg.flags.megatron import FUSES_UNDER_FSDP, core_version
 from megatron_pg.plan.collectives import all_gather_rows, broadcast_text
 from megatron_pg.plan.errors import ScheduleError, StepPlanError
 from megatron_pg.plan.plan import StepPlan
+from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.sampling_masks import members
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.context_groups import ContextGroups
@@ -310,6 +311,20 @@ def check_open(chunks: list[Any], *, takes_documents: bool, dynamic_cp: bool) ->
             "an open step runs data-parallel ranks independently until it closes, so it cannot be combined with "
             f"{names[0]}; use forward_backward, or change the model"
         )
+
+
+def planned_alike(plan: Callable[[], PlannedStep], group: ProcessGroup, earlier: Sequence[bytes] = ()) -> PlannedStep:
+    """The planned step, after a comparison of all ranks by `check_agreement`; every rank must call.
+
+    `earlier`: digests of the micro-batches that an open step has run.
+    """
+    try:
+        planned = plan()
+    except StepPlanError as failure:
+        check_agreement([], None, failure, group)
+        raise
+    check_agreement([*earlier, *(batch.digest for batch in planned.batches)], planned.plan, None, group)
+    return planned
 
 
 def check_agreement(

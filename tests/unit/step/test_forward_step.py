@@ -91,7 +91,7 @@ def test_gradients_are_made_in_training_only(monkeypatch, forward_only, enabled)
     terms = types.SimpleNamespace(adaptive_entropy=None)
     step, seen = PolicyGradientStep(types.SimpleNamespace(metrics=metrics, terms=terms)), []
     monkeypatch.setattr(step, "_plan", lambda call: (None, [], None))
-    monkeypatch.setattr(step, "_scaling_of", lambda plan, model: None)
+    monkeypatch.setattr(step, "_scaling_of_step", lambda plan, model: None)
     monkeypatch.setattr(step._loss, "begin", lambda *rest: None)
     monkeypatch.setattr(forward_step.parallel_state, "get_tensor_model_parallel_group", lambda: None)
     monkeypatch.setattr(step, "_gather_and_check", lambda: gathered)
