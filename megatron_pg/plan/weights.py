@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import PackedBatch
 from megatron_pg.declarations.aggregations import is_by_turn
@@ -18,7 +16,6 @@ from megatron_pg.objectives.corrections.selections import check_size
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.plan.sampling_masks import check_sampling_masks
 from megatron_pg.plan.settings import LossSettings
-from megatron_pg.plan.table import LocalTable, local_table_of
 from megatron_pg.reducers.custom import reducer_weights
 from megatron_pg.rollouts.fields import POLICY, is_int, plain
 from megatron_pg.rollouts.payloads import PAYLOADS
@@ -32,24 +29,7 @@ class TokenFactors:
     reducer: Tensor | None  # float64, the custom reducer's weights, before 1/N_r or 1/T
     corrections: Tensor | None  # float64, factor on the policy term; None: no correction, or the model decides it
     kept: Tensor | None  # bool, trained and not rejected; None: every trained token is
-    penalised: Tensor  # bool, trained and with the correction's further loss
-
-
-class CountedStep(NamedTuple):
-    """This rank's part of the metadata exchange, and what is known of its tokens before the exchange."""
-
-    table: LocalTable | None  # None: this rank has failed
-    factors: list[TokenFactors]  # of each micro-batch
-
-
-def count_step(batches: Sequence[PackedBatch], settings: LossSettings, group: ProcessGroup | None) -> CountedStep:
-    """Count this rank's micro-batches. It checks their fields and runs the user's reducer.
-
-    Raises:
-        ValueError: a sample lacks what the loss needs, or the user's reducer fails.
-    """
-    factors = [token_factors(batch, settings) for batch in batches]
-    return CountedStep(local_table_of(batches, settings.plan_rule, group, [own.kept for own in factors]), factors)
+    penalised: Tensor | None = None  # bool, trained and with the correction's further loss; None: it has none
 
 
 def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
@@ -73,7 +53,6 @@ def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
         reducer=reducer,
         corrections=corrections,
         kept=kept if CORRECTIONS[settings.correction.name].rejects == "data" else None,
-        penalised=torch.zeros_like(batch.loss_mask),
     )
 
 
@@ -244,7 +223,7 @@ def token_weights(
             fields[f"{term.name}.mask"] = batch.mask_of(term.tokens)
         if (denominators := plan.terms[term.name].denominators) is not None:
             fields[f"{term.name}.weights"] = shares(batch.mask_of(term.tokens), denominators, term.aggregation)
-        if term.is_of_a_correction:
+        if factors.penalised is not None and term.is_of_a_correction:
             fields[f"{term.name}.weights"] = weights * factors.penalised
     return fields
 
