@@ -389,7 +389,7 @@ class PolicyGradientStep:
     def _gather_and_check(self) -> StepFindings:
         reports = parallel_state.get_tensor_model_parallel_rank() == 0  # other ranks hold copies of its sums
         gathered = gather_found(
-            self._loss.diagnostics,
+            self._loss.take(),  # no LocalBatch outlives the step
             self.settings.metrics,
             reports=reports,
             data_rank=self._counting_group.rank(),
