@@ -35,7 +35,7 @@ from megatron_pg.plan.table import (
     whole_counts,
 )
 from megatron_pg.plan.unique_ids import prompts_message, rollouts_message
-from megatron_pg.reducers import StepCounts, reducer_of
+from megatron_pg.reducers.base import StepCounts
 from megatron_pg.rollouts.fields import Id, plain
 from megatron_pg.rollouts.printable import shorten
 
@@ -406,7 +406,7 @@ def _denominators(counts: StepCounts, aggregation: str, is_out: Tensor | None = 
         return torch.where(is_out, torch.inf, _denominators(counts, aggregation))
     if not counts.num_tokens:
         return torch.full_like(counts.tokens_per_rollout, torch.inf, dtype=torch.float64)
-    denominators = reducer_of(aggregation)(counts)
+    denominators = AGGREGATIONS[aggregation].load()(counts)
     tokens = {"rollout": counts.tokens_per_rollout, "prompt": counts.tokens_per_prompt}.get(
         AGGREGATIONS[aggregation].unit
     )

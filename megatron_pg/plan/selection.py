@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import PackedBatch, samples_of
-from megatron_pg.declarations.corrections import CORRECTIONS, SelectionDeclaration
+from megatron_pg.declarations.corrections import SelectionDeclaration
 from megatron_pg.objectives.corrections.selections import (
     MOST_PARTS,
     StepKeys,
@@ -57,7 +57,7 @@ def select_tokens(
 
     Every rank of `group` must call, also one that has failed with `error`, which the metadata exchange then raises.
     """
-    declared = CORRECTIONS[settings.correction.name].selection
+    declared = settings.correction.declared.selection
     if declared is None:
         return [*factors], None
     placed = zip(places_of(batches, group), samples_of(batches), strict=True) if error is None else ()

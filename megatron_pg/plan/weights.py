@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatron_pg.batch import PackedBatch
 from megatron_pg.declarations.aggregations import is_by_turn
-from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.loss_terms import SHORTHANDS, LossTerm
 from megatron_pg.objectives.corrections.correction import correction_factors
 from megatron_pg.objectives.corrections.selections import check_size
@@ -50,9 +49,7 @@ def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
     corrected = correction_factors(members, settings.correction, settings.sequence_level)
     corrections, kept = (None, None) if corrected is None else (_whole(each, batch, members) for each in corrected)
     return TokenFactors(
-        reducer=reducer,
-        corrections=corrections,
-        kept=kept if CORRECTIONS[settings.correction.name].rejects == "data" else None,
+        reducer=reducer, corrections=corrections, kept=kept if settings.correction.declared.rejects == "data" else None
     )
 
 
@@ -96,7 +93,7 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
                 "objective needs. Give both, or --pg-role critic."
             )
     needs: list[tuple[str, str, str]] = []  # loss term of the tokens, field, who asks for it
-    if field := CORRECTIONS[settings.correction.name].reads:
+    if field := settings.correction.declared.reads:
         needs.append((POLICY, field, f"--pg-correction {settings.correction.name}"))
     if settings.denominator == "varied":
         needs.append((POLICY, "reward", "--pg-denominator varied"))
