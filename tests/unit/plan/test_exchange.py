@@ -142,7 +142,7 @@ def test_rewards_are_added_up_exactly_in_any_cut(scale):
     variance = sum((Fraction(reward) - mean) ** 2 for reward in rewards) / 50
     for cut in (0, 7, 50):
         sums = fact_sums(rows[:cut]) + fact_sums(rows[cut:])
-        found = SampleFacts(sums, largest_facts(rows), torch.zeros(2, dtype=torch.int64))
+        found = SampleFacts.of(sums, largest_facts(rows), torch.zeros(2, dtype=torch.int64))
         assert found.reward == float(mean)
         assert abs(Fraction(found.reward_std) ** 2 / variance - 1) < Fraction(1, 2**51)
         assert (found.max_reward, found.min_reward) == (max(rewards), min(rewards))
@@ -151,7 +151,7 @@ def test_rewards_are_added_up_exactly_in_any_cut(scale):
 def test_equal_rewards_have_no_spread():
     bits = bits_of(torch.full((3,), 0.1, dtype=torch.float64))
     rows = unit_facts(torch.stack([bits, torch.full_like(bits, HAS_REWARD + 1), torch.zeros_like(bits)], dim=1))
-    found = SampleFacts(fact_sums(rows), largest_facts(rows), torch.zeros(2, dtype=torch.int64))
+    found = SampleFacts.of(fact_sums(rows), largest_facts(rows), torch.zeros(2, dtype=torch.int64))
     # the sum of three, divided by 3, is 0.10000000000000002 / 3 · 3
     assert (found.reward, found.reward_std) == (0.1, 0.0)
 

@@ -415,8 +415,7 @@ def test_a_sample_that_lies_on_several_ranks_counts_once_and_all_have_its_denomi
             assert getattr(found, total) == getattr(whole, total), total
         assert found.num_missing == len(samples)
         assert found.num_positions == sum(batch.num_positions for batch in brought)
-        for statistic in ("sums", "largest", "groups"):
-            assert torch.equal(getattr(found.facts, statistic), getattr(whole.facts, statistic)), statistic
+        assert repr(found.facts) == repr(whole.facts)  # a repr names every bit of a float
 
 
 @pytest.mark.parametrize("mistake", ["another sample", "alone", "another place"])
