@@ -153,7 +153,8 @@ class SampleFacts:
         environments = {name: cls.of(of_one, most, none) for name, of_one, most in parts}
         counts, of_rewards = of_all.tensor_split([8])
         rollouts, length, known, truncated, rewards, *special = counts.tolist()
-        mean, deviation = _moments(*map(whole_of, of_rewards.split([_SUM, _SQUARES])), rewards, special)
+        total, squares = (whole_of(limbs) for limbs in of_rewards.split([_SUM, _SQUARES]))
+        mean, deviation = _moments(total, squares, rewards, special)
         most, negative_least, longest = largest_of_all.tolist()
         extremes = (math.nan, math.nan) if special[0] else (most, -negative_least)
         return cls(
