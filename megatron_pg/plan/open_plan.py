@@ -83,12 +83,12 @@ class OpenPlan:
     @property
     def sizes(self) -> list[int]:
         """Samples of each add."""
-        return [len(table.rows) for table in self._tables]
+        return [len(table.keys) for table in self._tables]
 
     def count_kept(self, counts: Tensor) -> None:
         """Set the counted tokens of the added samples, [S] int64, which are known after their forwards."""
         for table, part in zip(self._tables, counts.split(self.sizes), strict=True):
-            table.rows[:, KEPT] = part
+            table.tokens[:, KEPT] = part
 
     def _units_of(self, samples: Sequence[Sample]) -> set[tuple[str, Id | None]]:
         return {(kind, getattr(sample, kind)) for sample in samples for kind in self.rule.undivided}

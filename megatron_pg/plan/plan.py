@@ -31,7 +31,7 @@ from megatron_pg.plan.table import (
     SelectionFacts,
     Share,
     check_one_each,
-    table_of_counts,
+    table_of,
     whole_counts,
 )
 from megatron_pg.plan.unique_ids import prompts_message, rollouts_message
@@ -111,7 +111,8 @@ def plan_step(
     error, local, rule = None, None, PlanRule(aggregation=aggregation, divisor=divisor)
     try:
         rollouts, prompts = (None if ids is None else [plain(i) for i in ids] for ids in (rollout_ids, prompt_ids))
-        local = table_of_counts(rule, group, whole_counts("tokens_per_sample", tokens_per_sample), rollouts, prompts)
+        counts = whole_counts("tokens_per_sample", tokens_per_sample)
+        local = table_of(rule, group, torch.stack([counts, counts], dim=1), rollouts, prompts)
         if is_by_turn(aggregation):
             raise ValueError(
                 f"aggregation={aggregation!r} divides by tokens of turns, which plan_step does not receive. Choose "
@@ -119,7 +120,7 @@ def plan_step(
             )
         if positions_per_sample is not None:
             positions = whole_counts("positions_per_sample", positions_per_sample)
-            check_one_each("positions_per_sample", positions, len(local.rows))
+            check_one_each("positions_per_sample", positions, len(counts))
             local = replace(local, num_positions=int(positions.sum()))
     except Exception as failure:  # the exchange raises it on every rank
         error = failure
@@ -161,14 +162,14 @@ def plan_from_table(
     Raises:
         StepPlanError: on every rank of `group`.
     """
-    none = torch.zeros(0, rule.width, dtype=torch.int64)
-    local = LocalTable(none, False, False, 0, 0, none[:, :2]) if local is None else local
+    none = torch.zeros(0, 2, dtype=torch.int64)
+    local = LocalTable(none, none, none, False, False, 0, 0, 0, none) if local is None else local  # only for its head
     try:
         heads = gather_heads(Head.of(local, rule, error), error, group)
     except StepPlanError as failure:
         raise failure from error
     whole, warning = _exchanged(local, rule, heads, group)
-    columns, is_kept, is_varied = len(rule.token_columns), rule.denominator == "kept", rule.denominator == "varied"
+    columns, is_kept, is_varied = rule.num_columns, rule.denominator == "kept", rule.denominator == "varied"
     depths = range(columns - rule.depths, columns)
     if number is None:
         _check_counted(whole.num_trained, whole.tokens[0], whole.tokens[int(is_kept)])
@@ -216,8 +217,8 @@ def _exchanged(
     _check_strays(whole.strays, rule, local, group)
     warning = _check_unique(whole, heads, rule, local, group)
     if rule.denominator == "varied":  # which rewards differ is known now, and what then counts after another exchange
-        rows = rule.without(local.rows, whole.is_flat_row)
-        whole = exchange(replace(local, rows=rows), rule, group, [*whole.facts.environments])
+        local = replace(local, tokens=rule.without(local.tokens, whole.is_flat_row))
+        whole = exchange(local, rule, group, [*whole.facts.environments])
     return whole, warning
 
 
@@ -321,7 +322,7 @@ def _check_strays(strays: Mapping[str, Stray], rule: PlanRule, local: LocalTable
 
 def _values_in_rollout(local: LocalTable, name: str, index: int) -> str:
     """The values of a field in the rollout of a sample here, each with the first sample that has it."""
-    rollouts, first_with = local.rows[:, ROLLOUT].tolist(), dict[str, str]()
+    rollouts, first_with = local.keys[:, ROLLOUT].tolist(), dict[str, str]()
     for key, sample in zip(rollouts, local.samples or (), strict=True):
         if key == rollouts[index] and (value := getattr(sample, name)) is not None:
             first_with.setdefault(shorten(value), sample.sample_id)
@@ -352,9 +353,9 @@ def _check_unique(
         return None
     sizes, warning = [head.num_samples for head in heads], None
     if any(head.has_rollout_ids == 1 for head in heads):
-        warning = rollouts_message(whole.units[ROLLOUT], local.rows[:, ROLLOUT], sizes, local.samples, group)
+        warning = rollouts_message(whole.units[ROLLOUT], local.keys[:, ROLLOUT], sizes, local.samples, group)
     if warning is None and rule.needs_prompt_ids:
-        warning = prompts_message(whole.units[PROMPT], local.rows[:, PROMPT], sizes, local.samples, group)
+        warning = prompts_message(whole.units[PROMPT], local.keys[:, PROMPT], sizes, local.samples, group)
     return warning
 
 

@@ -84,7 +84,7 @@ class PlannedStep:
         except Exception as failure:  # as above
             error = failure
         plan = plan_from_table(table, rule, error=error, group=group, number=number)
-        first = sum(len(each.rows) for each in earlier or ())
+        first = sum(len(each.keys) for each in earlier or ())
         starts = list(accumulate((len(batch.samples) for batch in batches), initial=first))[: len(batches)]
         fields = [
             token_weights(batch, plan, start, factors=of_batch, settings=settings) | own

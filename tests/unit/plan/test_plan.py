@@ -26,7 +26,7 @@ from megatron_pg import ContextRanks, Sample, StepPlanError, pack, plan_step
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.loss_terms import OBJECTIVE, LossTerm
 from megatron_pg.plan.plan import check_count, plan_from_table
-from megatron_pg.plan.table import PlanRule, local_table_of, table_of_counts, whole_counts
+from megatron_pg.plan.table import PlanRule, local_table_of, table_of
 
 MODES = sorted(AGGREGATIONS.keys() - {"turn_mean"})  # which `plan_step` refuses
 
@@ -143,7 +143,7 @@ def test_a_unit_that_may_not_lie_on_two_ranks_is_named(rollouts, kinds, named):
     def work(rank: int):
         group = dist.group.WORLD
         rule = PlanRule(aggregation="sample_mean", undivided=kinds)
-        table = table_of_counts(rule, group, torch.tensor([1]), [rollouts[rank]], ["p"])
+        table = table_of(rule, group, torch.tensor([[1, 1]]), [rollouts[rank]], ["p"])
         return plan_from_table(table, rule, error=None, group=group)
 
     if named is None:
@@ -171,7 +171,7 @@ def test_a_ranks_error_reaches_the_others_whatever_its_text_is(error, message):
     def work(rank: int):
         group = dist.group.WORLD
         rule = PlanRule(aggregation="sample_mean")
-        table = table_of_counts(rule, group, torch.tensor([1]), None, None)
+        table = table_of(rule, group, torch.tensor([[1, 1]]), None, None)
         return plan_from_table(None if rank else table, rule, error=error if rank else None, group=group)
 
     with pytest.raises(StepPlanError, match=message):
@@ -252,7 +252,7 @@ def test_ranks_with_different_settings_are_refused_on_every_rank(expected):
     def work(rank: int):
         same = {"aggregation": "constant", "divisor": 6.0, "arguments": (OF_CLIP[0], ("pg_clip_eps_low", "0.2"))}
         rule = PlanRule(**same | (DIFFERENT[expected] if rank == 2 else {}))
-        table = table_of_counts(rule, dist.group.WORLD, whole_counts("tokens_per_sample", [2, 6]), None, None)
+        table = table_of(rule, dist.group.WORLD, torch.tensor([[2, 2], [6, 6]]), None, None)
         with pytest.raises(StepPlanError, match=f"^data-parallel ranks disagree on {expected}"):
             plan_from_table(table, rule, error=None, group=dist.group.WORLD)
 
