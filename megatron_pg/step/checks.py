@@ -235,8 +235,7 @@ def _check_recompute(batches: Sequence[PackedBatch], config: Any) -> None:
     if recomputes and is_packed and core_version() < (0, 18):
         raise ScheduleError(
             "multi-token prediction under --recompute-granularity full raises a TypeError for packed rows inside "
-            "megatron-core "
-            'before 0.18; pack with qkv_format="bshd", recompute selectively, or use 0.19.2'
+            'megatron-core before 0.18; pack with qkv_format="bshd", recompute selectively, or use 0.19.2'
         )
 
 
