@@ -89,13 +89,13 @@ def all_reduced(values: Tensor, operation: dist.ReduceOp.RedOpType, group: Proce
 
 def broadcast_text(text: str, source: int, group: ProcessGroup | None = None) -> str:
     """The text of rank `source` of `group` (None: the default group); two collectives, one for an empty text."""
+    first = source if group is None else dist.get_global_rank(group, source)
     data = encode(text).to(device_of(group))
     size = torch.tensor([len(data)], device=data.device)
-    dist.broadcast(size, group_src=source, group=group)
-    if len(data) != size:
-        data = data.new_empty(int(size))
+    dist.broadcast(size, src=first, group=group)
+    data = data if len(data) == size else data.new_empty(int(size))
     if len(data):
-        dist.broadcast(data, group_src=source, group=group)
+        dist.broadcast(data, src=first, group=group)
     return decode(data.cpu())
 
 

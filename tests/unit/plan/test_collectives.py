@@ -55,3 +55,11 @@ def test_a_text_of_any_length_arrives_whole(text):
 def test_texts_of_different_lengths_come_in_the_order_of_the_ranks(missing):
     expected = ["" if rank in missing else text for rank, text in enumerate(TEXTS)]
     assert threads.run(5, lambda rank: gathered_texts(expected[rank], dist.group.WORLD)) == [expected] * 5
+
+
+def test_a_text_comes_from_a_rank_of_the_group():
+    def work(rank):
+        mine = threads.subgroup(lambda r: r % 2, 4, rank)
+        return broadcast_text(f"rank {rank}", 1, mine)
+
+    assert threads.run(4, work) == ["rank 2", "rank 3", "rank 2", "rank 3"]
