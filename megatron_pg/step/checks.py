@@ -162,7 +162,7 @@ def check_batches(batches: Sequence[PackedBatch], call: ScheduleCall, vocab_size
     positions = get_attr_wrapped_model(model, "max_sequence_length") if learned else float("inf")
     cp_size = parallel_state.get_context_parallel_world_size()
     static = parallel_state.get_pipeline_model_parallel_world_size() > 1 and not model.config.variable_seq_lengths
-    shape = (call.micro_batch_size, call.seq_length)
+    shape = (call.keywords["micro_batch_size"], call.keywords["seq_length"])
     _check_recompute(batches, model.config)
     for k, batch in enumerate(batches):
         size = cp_size if batch.cp_ranks is None else batch.cp_ranks.size

@@ -345,11 +345,11 @@ class PolicyGradientStep:
             if self._groups:
                 takes_a_ranks_own = takes_documents and not isinstance(self.documents, SharedDocumentAccumulator)
                 checks.check_dynamic_cp(call.chunks, self.settings, takes_documents=takes_a_ranks_own)
-            source = checks.source_of(call.data_iterator)
+            source = checks.source_of(call.keywords["data_iterator"])
             if getattr(source, "replaying", False) and not call.forward_only:
                 self.settings = self._before
             if not takes_documents:
-                batches = checks.take_microbatches(source, call.num_microbatches)
+                batches = checks.take_microbatches(source, call.keywords["num_microbatches"])
         except Exception as failure:  # the exchange raises it on every rank
             error = failure
         if self.documents is None or not takes_documents:
