@@ -4,7 +4,7 @@
 
 GPTModel in bfloat16 under Megatron's DDP and schedule (megatron.core only), random tokens, an on-policy step: the old
 log-probabilities are the model's own, so that every ratio should be 1. The heads are the stored bfloat16 logits,
-`--fp32-lm-head` and `--pg-fused-head`.
+`--fp32-lm-head` and `--pg-fused-head forward`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from megatron_pg.step.forward_step import PolicyGradientStep
 HEADS = {
     "bfloat16 logits, stored": {},
     "--fp32-lm-head": {"float32_logits": True},
-    "--pg-fused-head": {"head_mode": "forward"},
+    "--pg-fused-head forward": {"head_mode": "forward"},
     "--pg-fused-head recompute": {"head_mode": "recompute"},
 }
 GIB = 2**30
@@ -163,7 +163,7 @@ def main() -> None:
     model = wrap(build(options))
     old = old_logprobs(model, options)
     results = {name: run(model, head, options, old) for name, head in HEADS.items()}
-    reference = results["--pg-fused-head"]["gradients"]
+    reference = results["--pg-fused-head forward"]["gradients"]
     if torch.distributed.get_rank() == 0:
         print(
             f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {torch.distributed.get_world_size()} GPUs, "

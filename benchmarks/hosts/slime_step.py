@@ -20,7 +20,7 @@ LOSSES = {  # what the head keeps at its peak (`host_step.head_bytes`), flags of
     "slime's own loss": ("twice", None),  # logits, and the softmax that the backward reads
     "ours": ("cast", {}),
     "ours, --fp32-lm-head": ("float32", {"fp32_lm_head": True}),
-    "ours, --pg-fused-head": ("fused", {"pg_fused_head": "forward"}),
+    "ours, --pg-fused-head forward": ("fused", {"pg_fused_head": "forward"}),
     "ours, --pg-fused-head recompute": ("fused", {"pg_fused_head": "recompute"}),
 }
 

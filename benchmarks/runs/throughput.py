@@ -43,7 +43,7 @@ MODELS = {  # tokens of a row, rows of a step, flags
         "--mtp-num-layers 1 --pg-clip-eps-low 1 --pg-clip-eps-high 1e6",  # no bound that noise could cross
     ),
 }
-HEADS = {"": (), ", --fp32-lm-head": ("--fp32-lm-head",), ", --pg-fused-head": ("--pg-fused-head",)}
+HEADS = {"": (), ", --fp32-lm-head": ("--fp32-lm-head",), ", --pg-fused-head forward": ("--pg-fused-head", "forward")}
 EXPERT_LAYOUTS = {  # name: GPUs, environment, flags
     "1 GPU": (1, {}, ()),
     "1 GPU, micro-batches of one row": (1, {}, ("--micro-batch-size", "1")),  # how much is noise

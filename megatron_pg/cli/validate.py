@@ -11,7 +11,9 @@ from importlib import import_module
 from megatron_pg.args import ArgumentError, ArgumentNotice, ArgumentWarning, validate_args
 from megatron_pg.cli.launch import MODEL_SIZES, Launch, add_launch_options, layout_of, read_arguments, read_launch
 from megatron_pg.cli.terminal import InputError, say, show_json
+from megatron_pg.declarations.choices import AUTO
 from megatron_pg.flags.facts import Facts
+from megatron_pg.flags.head import head_text
 
 _MOST_RANKS = 2**14  # of one model; Megatron takes seconds to make the groups of more ranks
 
@@ -26,6 +28,8 @@ def run(options: argparse.Namespace) -> int:
     launch = read_launch(options)
     violations, remarks = check(launch)
     valid = not violations
+    if valid and launch.args.pg_fused_head == AUTO:
+        remarks = (*remarks, f"--pg-fused-head {head_text(Facts(launch.args))}")
     if options.json:
         show_json(
             {

@@ -8,6 +8,7 @@ MTP_AGGREGATIONS = ("token_mean", "policy")  # weights of multi-token prediction
 MTP_TARGETS = ("token", "policy")  # what multi-token prediction learns
 HEAD_MODES = ("forward", "recompute", "scaled_exp")  # how the fused head makes its gradient
 AT_ONCE = ("forward", "scaled_exp")  # the modes that make it with the loss
+AUTO = "auto"  # --pg-fused-head without a mode, which the table in flags/head.py chooses
 HEAD_BACKWARDS = ("bf16", "split")  # how it rounds the gradient of the logits
 SOFTCAPS = (1.0, 1000.0)  # bounds of a softcap c: float32 has c tanh(x / c) to 3e-7 c
 SAMPLING_MASK_MISSING = ("error", "mask")  # for a trained token outside its sampling mask

@@ -11,7 +11,7 @@ from megatron_pg.declarations.installation import installed_version
 from megatron_pg.declarations.loss_terms import AS_POLICY, KINDS, SHORTHANDS, LossTerm
 from megatron_pg.declarations.objectives import CRITIC, DEFAULT, OBJECTIVES
 from megatron_pg.flags.facts import Facts
-from megatron_pg.flags.head import is_float32
+from megatron_pg.flags.head import head_text, is_float32
 from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.printable import printable
 
@@ -45,9 +45,9 @@ def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
     return [row for row in rows if row[0] not in of_policies]
 
 
-def in_force(args: argparse.Namespace, impl: str) -> argparse.Namespace:
-    """The arguments with the kernel in force instead of the flag's default."""
-    return argparse.Namespace(**vars(args) | {"pg_kernel": impl})
+def in_force(args: argparse.Namespace, impl: str, head: str | None) -> argparse.Namespace:
+    """The arguments with the kernel in force and, if it was chosen, the fused head instead of the flags' defaults."""
+    return argparse.Namespace(**vars(args) | {"pg_kernel": impl} | ({"pg_fused_head": head} if head else {}))
 
 
 def banner(args: argparse.Namespace) -> str:
@@ -188,7 +188,7 @@ def _head_rows(facts: Facts) -> Rows:
     is_exact = is_float32(vars(args).get("params_dtype"))
     backward = f"backward {'float32' if is_exact else args.fp32_lm_head_backward or 'bf16'}"
     if args.pg_fused_head is not None:
-        yield "head", f"fused, logits never stored, {backward}  (--pg-fused-head {args.pg_fused_head})"
+        yield "head", f"fused, logits never stored, {backward}  (--pg-fused-head {head_text(facts)})"
     elif args.fp32_lm_head:
         yield "head", f"float32 logits, stored whole, {backward}  (--fp32-lm-head)"
     if (head := facts.teacher_head) is not None:

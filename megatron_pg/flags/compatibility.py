@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 
-from megatron_pg.declarations.choices import AT_ONCE
 from megatron_pg.declarations.declaration import flag_of
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
@@ -51,10 +50,6 @@ _BATCHES = "E30 {flag} reads its own kind of batches and cannot be combined with
 _FSDP = "E19 {flag}%s was not run with --use-megatron-fsdp; remove one"
 _NOT_RUN_UNDER_FSDP = "num_distributed_optimizer_instances", "tensor_model_parallel_size"
 _LOGITS = "E54 {flag} %s, which --pg-fused-head never computes; remove one"
-_SCALE = (
-    "E55 {flag} uses a loss scale that is not known when --pg-fused-head computes the gradient; use --pg-fused-head "
-    "recompute"
-)
 _CRITIC = "E46 {flag} %s and cannot be combined with --pg-role critic; remove it"
 _STEPS = "E62 {flag} %s, and with --docs-per-step every step has its own number of micro-batches; remove it"
 # Megatron's arguments that are refused where the condition is true: name, condition, rule and message.
@@ -139,7 +134,6 @@ REFUSED: tuple[tuple[str, Callable[[Facts], bool], str], ...] = (
     ("use_megatron_fsdp", _is_critic, _CRITIC % "was not run with a value head"),
     ("use_mup", _fuses_head, _LOGITS % "scales the logits"),
     ("cross_entropy_loss_fusion", _fuses_head, _LOGITS % "is a loss over logits"),
-    *((name, lambda facts: facts.args.pg_fused_head in AT_ONCE, _SCALE) for name in ("fp16", "loss_scale")),
     ("rampup_batch_size", _takes_documents, _STEPS % "sets the number of micro-batches by a schedule"),
     ("decrease_batch_size_if_needed", _takes_documents, _STEPS % "changes the number of micro-batches"),
     ("train_samples", _takes_documents, _STEPS % "is divided by --global-batch-size into steps (use --train-iters)"),
@@ -148,7 +142,7 @@ REFUSED: tuple[tuple[str, Callable[[Facts], bool], str], ...] = (
 
 
 def compatibility_violations(facts: Facts) -> Violations:
-    """Rules E12, E18 to E21, E27 to E30, E53 to E55, E62 and E65."""
+    """Rules E12, E18 to E21, E27 to E30, E53, E54, E62 and E65."""
     for name, applies, text in REFUSED:
         value = facts.megatron(name)
         if value not in (None, False, "", "none", []) and applies(facts):

@@ -3,15 +3,58 @@
 import argparse
 from collections.abc import Iterator
 
-from megatron_pg.declarations.choices import AT_ONCE, SOFTCAPS
+from megatron_pg.declarations.choices import AT_ONCE, AUTO, SOFTCAPS
+from megatron_pg.declarations.declaration import flag_of
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.table import switch_rules, word_rules
 from megatron_pg.flags.values import number
 
+KERNEL = "bfloat16 on compute capability 9.0 with Triton 3.6 or 3.8"  # that scaled_exp was run with
+
+
+def chosen_head(facts: Facts, *, reads_sequences: bool = False, has_kernel: bool = True) -> tuple[str, str]:
+    """The mode of --pg-fused-head without one, the first of this table with a reason, and what the banner says of it.
+
+    Only a process that trains knows whether a custom objective reads whole sequences, and whether it has what `KERNEL`
+    says. Only samples have sampling masks: a micro-batch with some takes forward instead of scaled_exp.
+    """
+    custom = ["the custom objective"] if reads_sequences else []
+    gpu = [] if has_kernel else [f"the GPU or dtype: scaled_exp needs {KERNEL}"]
+    table = {
+        "recompute": [*_sequence_readers(facts), *custom, *_loss_scales(facts)],
+        "forward": [*_entropy_readers(facts), *_not_of_scaled_exp(facts), *gpu],
+        "scaled_exp": ["its speed; forward for micro-batches with sampling masks"],
+    }
+    return next((mode, f"{AUTO}: {mode} because of {reasons[0]}") for mode, reasons in table.items() if reasons)
+
+
+def head_text(facts: Facts) -> str:
+    """The value of --pg-fused-head in the banner; of `auto`, what the arguments alone tell."""
+    if facts.args.pg_fused_head != AUTO:
+        return str(facts.args.pg_fused_head)
+    mode, text = chosen_head(facts)
+    text = f"{AUTO}: scaled_exp with {KERNEL}, else forward" if mode == "scaled_exp" else text
+    is_open = facts.custom_objective is not None and mode != "recompute"
+    return f"{text}; recompute if the custom objective reads whole sequences" if is_open else text
+
+
+def _not_of_scaled_exp(facts: Facts) -> Iterator[str]:
+    """The flags that scaled_exp does not support, or under which tokens or weights may be out of its range."""
+    # a token that was not sampled may have a log-probability below -103, where scaled_exp gives NaN
+    yield from (term.flag for term in facts.given_terms if term.kind == "ce" and term.weight)
+    args, width = facts.args, facts.megatron("hidden_size")
+    flags = {
+        "--fp32-lm-head-backward split": args.fp32_lm_head_backward == "split",
+        "--pg-kernel torch": args.pg_kernel == "torch",
+        "--use-megatron-fsdp": facts.megatron("use_megatron_fsdp"),
+        f"--hidden-size {width}": width and width % 8,
+    }
+    yield from (flag for flag, is_given in flags.items() if is_given)
+
 
 def head_violations(facts: Facts) -> Violations:
-    """Rules E24 of the softcap, E50 to E52, E55 for sequence-level losses, and E56."""
+    """Rules E24 of the softcap, E50 to E52, E55 and E56."""
     args = facts.args
     if args.pg_logit_softcap is not None:
         low, high = SOFTCAPS
@@ -29,6 +72,11 @@ def head_violations(facts: Facts) -> Violations:
     if args.pg_fused_head in AT_ONCE:
         for reader in _sequence_readers(facts):
             yield from recompute_violation(reader, args.pg_fused_head)
+        for flag in _loss_scales(facts):
+            yield (
+                f"E55 {flag} uses a loss scale that is not known when --pg-fused-head computes the gradient; use "
+                "--pg-fused-head recompute"
+            )
     if args.pg_fused_head == "scaled_exp":
         for reader in _entropy_readers(facts):
             yield (
@@ -81,6 +129,11 @@ def _sequence_readers(facts: Facts) -> Iterator[str]:
         yield str(facts.selected_correction)
     if facts.objective and facts.objective.reads_sequences:
         yield str(facts.selected_objective)
+
+
+def _loss_scales(facts: Facts) -> Iterator[str]:
+    """The flags that multiply the loss by a number which is known in the backward only."""
+    yield from (flag_of(name) for name in ("fp16", "loss_scale") if facts.megatron(name))
 
 
 def head_warnings(facts: Facts) -> list[str]:

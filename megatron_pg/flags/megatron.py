@@ -14,7 +14,7 @@ _OF_RULES: dict[str, dict[str, Any]] = {
     "calculate_per_token_loss cross_entropy_loss_fusion ddp_average_in_collective decrease_batch_size_if_needed "
     "defer_embedding_wgrad_compute dynamic_context_parallel fp16 fp8_output_proj hybrid_context_parallel "
     "perform_rl_step sft use_megatron_fsdp use_mup use_torch_fsdp2": {"action": "store_true"},
-    "context_parallel_size eval_interval eval_iters expert_model_parallel_size expert_tensor_parallel_size "
+    "context_parallel_size eval_interval eval_iters expert_model_parallel_size expert_tensor_parallel_size hidden_size "
     "mtp_num_layers num_distributed_optimizer_instances num_experts pipeline_model_parallel_size seed "
     "tensor_model_parallel_size train_samples": {"type": int},
     "loss_scale moe_z_loss_coeff mtp_loss_scaling_factor": {"type": float},

@@ -49,7 +49,7 @@ GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "megatron_pg: LM head and kernels": {
         "--fp32-lm-head": _SWITCH,
-        "--pg-fused-head": {"nargs": "?", "const": "forward", "choices": choices.HEAD_MODES},
+        "--pg-fused-head": {"nargs": "?", "const": choices.AUTO, "choices": (choices.AUTO, *choices.HEAD_MODES)},
         "--fp32-lm-head-backward": {"choices": choices.HEAD_BACKWARDS},
         "--pg-vocab-size": {"type": int, "metavar": "V"},
         "--pg-logit-softcap": {"type": float, "metavar": "C"},
@@ -132,9 +132,10 @@ _HELP = {  # names in braces are those of `_shown`
     "--fp32-lm-head": "Compute logits in float32 from bfloat16 hidden states and weights, so that log-probabilities "
     "are as exact as those of a float32 sampler. All logits are stored.",
     "--pg-fused-head": "Compute the loss from the last hidden states in chunks of tokens, with float32 logits that are "
-    "never stored. forward (default if no value is given): the gradient is computed together with the loss. recompute: "
-    "the logits are computed again in the backward, for loss scaling and for sequence-level losses. scaled_exp: as "
-    "forward, faster and with less memory, for losses without entropies on compute capability 9.0.",
+    "never stored. auto (default if no value is given) chooses one of the other three. forward: the gradient is "
+    "computed together with the loss. recompute: the logits are computed again in the backward, for loss scaling and "
+    "for sequence-level losses. scaled_exp: as forward, faster and with less memory, for losses without entropies on "
+    "compute capability 9.0.",
     "--fp32-lm-head-backward": "Precision of the logits' gradient in the backward GEMMs. bf16 (default): rounded, as "
     "in Megatron. split: two bfloat16 parts, which give a weight gradient exact to 1e-5 at twice the cost of the "
     "GEMMs.",

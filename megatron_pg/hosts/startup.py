@@ -165,7 +165,8 @@ def check(
 def start(host: str, checked: CheckedArguments, *, scaling: str, says: bool) -> tuple[LossSettings, dict[str, str]]:
     """The settings in force and the rows of the banner, which this process prints if `says` is true."""
     settings = LossSettings.from_args(checked.args)
-    rows = rows_of(host, CheckedArguments(in_force(checked.args, settings.kernel), checked.rows), scaling)
+    args = in_force(checked.args, settings.kernel, settings.head_choice)
+    rows = rows_of(host, CheckedArguments(args, checked.rows), scaling)
     if says:
         print_banner(rows)
     return settings, dict(rows)

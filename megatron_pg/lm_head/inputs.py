@@ -109,6 +109,13 @@ def check_scaled_exp_kernel(dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
+def is_tried_gpu(device: torch.device) -> bool:
+    """Whether products that end in an epilogue were run on such a GPU with this release of Triton."""
+    from megatron_pg.kernels.triton.loss import path_on  # torch needs no Triton
+
+    return torch.cuda.get_device_capability(device) == (9, 0) and path_on(device).is_tried
+
+
 def check_targets(hidden: Tensor, targets: Tensor) -> None:
     """Raise ValueError for targets that do not align with the rows of `hidden` [T, H]."""
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:

@@ -9,18 +9,21 @@ import torch
 
 from megatron_pg.declarations.adaptive_entropy import AdaptiveEntropy
 from megatron_pg.declarations.aggregations import STEP_MEANS, is_by_turn
+from megatron_pg.declarations.choices import AUTO
 from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, SHORTHANDS
 from megatron_pg.declarations.objectives import VALUE_LOSS
 from megatron_pg.flags.facts import Facts
+from megatron_pg.flags.head import chosen_head
 from megatron_pg.kernels import LossTerms
 from megatron_pg.kernels.device import chosen
-from megatron_pg.lm_head.inputs import check_scaled_exp_kernel
+from megatron_pg.lm_head.inputs import check_scaled_exp_kernel, is_tried_gpu
 from megatron_pg.lm_head.teacher_file import TeacherHead
 from megatron_pg.metrics import Reduction
 from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections.correction import NONE as NO_CORRECTION
 from megatron_pg.objectives.corrections.correction import Correction
 from megatron_pg.objectives.custom.loading import custom_objective_of
+from megatron_pg.plan.collectives import all_gather_rows
 from megatron_pg.plan.table import PlanRule
 from megatron_pg.reducers.custom import CustomReducer, load_custom_reducer
 from megatron_pg.rollouts.fields import POLICY
@@ -48,6 +51,7 @@ class LossSettings:
     impl: str  # of log-probabilities and loss
     float32_logits: bool = False
     head_mode: str | None = None  # of the fused head; None: the model computes logits
+    head_choice: str | None = None  # what the banner says of a mode that `auto` chose; None: the user did
     head_backward: str = "bf16"
     teacher_head: TeacherHead | None = None  # of the teacher whose hidden states samples carry
     mtp_depths: int = 0  # of the model's multi-token prediction
@@ -97,10 +101,9 @@ class LossSettings:
             vocab_size=args.pg_vocab_size,
             softcap=args.pg_logit_softcap,
             float32_logits=args.fp32_lm_head,
-            head_mode=args.pg_fused_head,
             head_backward=args.fp32_lm_head_backward or "bf16",
             teacher_head=_teacher_head(args, str(facts.teacher_head)) if terms.whole_form else None,
-            impl=_impl(args),
+            **_kernel_and_head(facts, terms),
             mtp_depths=depths,
             mtp_aggregation=args.pg_mtp_aggregation,
             mtp_target=args.pg_mtp_target,
@@ -217,10 +220,25 @@ def _teacher_head(args: Namespace, path: str) -> TeacherHead:
     return head
 
 
-def _impl(args: Namespace) -> str:
-    if args.pg_kernel == "torch" or args.pg_role == "critic":
-        return "torch"  # no GPU is touched: a process that only plans may have none
-    choice = chosen(args.pg_kernel)
-    if args.pg_fused_head == "scaled_exp" and choice.kernel == "triton" and choice.device.type == "cuda":
-        check_scaled_exp_kernel(vars(args).get("params_dtype", torch.bfloat16), choice.device)
-    return choice.kernel
+def _kernel_and_head(facts: Facts, terms: LossTerms) -> dict[str, Any]:
+    """The settings that depend on the GPU of this process."""
+    args, mode, text, kernel, gpu = facts.args, facts.args.pg_fused_head, None, "torch", None
+    if args.pg_kernel != "torch" and not facts.is_critic:  # else no GPU is touched: a process that plans may have none
+        choice = chosen(args.pg_kernel)
+        kernel, gpu = choice.kernel, choice.device if choice.device.type == "cuda" else None
+    if mode == AUTO:
+        has_kernel = gpu is not None and facts.megatron("params_dtype") == torch.bfloat16 and is_tried_gpu(gpu)
+        mode, text = chosen_head(facts, reads_sequences=terms.reads_sequences, has_kernel=has_kernel)
+    elif mode == "scaled_exp" and gpu is not None:
+        check_scaled_exp_kernel(facts.megatron("params_dtype", torch.bfloat16), gpu)
+    return {"impl": kernel, "head_mode": mode, "head_choice": text}
+
+
+def agreed(settings: LossSettings) -> LossSettings:
+    """The settings with forward if `auto` chose scaled_exp on some of the ranks only; every rank must call."""
+    if settings.head_choice is None:
+        return settings
+    modes = all_gather_rows(torch.tensor([settings.head_mode == "scaled_exp"], dtype=torch.int64))
+    differ = 0 < int(modes.sum()) < len(modes)
+    text = f"{AUTO}: forward because of GPUs that differ"
+    return replace(settings, head_mode="forward", head_choice=text) if differ else settings

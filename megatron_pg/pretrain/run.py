@@ -183,7 +183,7 @@ class _Run:
         args = get_args()
         settings = start(args, self._say, self.log.open)
         self._save = args.save
-        self.log.objective = dict(describe(in_force(args, settings.kernel)))
+        self.log.objective = dict(describe(in_force(args, settings.kernel, settings.head_choice)))
         return PolicyGradientStep(settings, self.keep, routing_replay=self._routing_replay, dynamic_cp=self._dynamic_cp)
 
     @contextmanager

@@ -14,7 +14,7 @@ from megatron_pg.declarations.declaration import flag_of
 from megatron_pg.flags.banner import banner, command_line, in_force
 from megatron_pg.flags.import_path import source_of
 from megatron_pg.plan.collectives import gathered_texts
-from megatron_pg.plan.settings import LossSettings
+from megatron_pg.plan.settings import LossSettings, agreed
 from megatron_pg.pretrain.errors import raise_on_every_rank
 
 _DRY_RUN = "MEGATRON_PG_DRY_RUN"  # environment variable, equivalent to --pg-dry-run
@@ -40,9 +40,9 @@ def start(args: Namespace, say: Callable[[str], None], open_files: Callable[[], 
         open_files()
     except Exception as failure:  # raised on every rank, after the comparison
         error = failure
-    settings = _compare_ranks(given, settings, error)
+    settings = agreed(_compare_ranks(given, settings, error))
     if torch.distributed.get_rank() == 0:
-        say(banner(in_force(args, settings.kernel)))
+        say(banner(in_force(args, settings.kernel, settings.head_choice)))
     if args.pg_dry_run or requested == "1":
         _end_dry_run(say)
     return settings

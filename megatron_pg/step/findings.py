@@ -142,5 +142,6 @@ def _raise_nonfinite(checks: list[list[float]], diagnostics: DiagnosticsOfStep) 
     where = broadcast_text(where, bad[0])
     raise NonFiniteLossError(
         f"non-finite loss at rank {bad[0]}, {where} ({checks[bad[0]][0]:.0f} trained tokens on that rank, {len(bad)} "
-        "ranks). The optimizer has not moved. Check that sample's logits and log-probabilities."
+        "ranks). The optimizer has not moved. Check that sample's logits and log-probabilities. With "
+        "--pg-fused-head scaled_exp, a log-probability below -103 can be NaN; forward computes it."
     )

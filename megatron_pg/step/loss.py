@@ -87,7 +87,7 @@ def microbatch_head_loss(
         call.weight,
         PolicyLoss(settings.terms, fields),
         vocabulary,
-        head_of(call, settings),
+        head_of(call, settings, has_sampling_mask=fields.sampling_mask is not None),
         rows=rows,
         grad_scale=grad_scale,
         entropy=settings.metrics.needs_entropy,
@@ -116,10 +116,11 @@ def vocabulary_of(
     return replace(known, softcap=softcap or settings.softcap)
 
 
-def head_of(call: HeadCall, settings: LossSettings) -> Head:
-    """The options of the fused head for a call of the output layer."""
+def head_of(call: HeadCall, settings: LossSettings, *, has_sampling_mask: bool = False) -> Head:
+    """The options of the fused head for a call of the output layer; with sampling masks `auto` has no scaled_exp."""
+    is_unfit = has_sampling_mask and settings.head_mode == "scaled_exp" and settings.head_choice is not None
     return Head(
-        mode=settings.head_mode or "forward",
+        mode="forward" if is_unfit else settings.head_mode or "forward",
         backward=settings.head_backward,
         impl=settings.impl,
         sequence_parallel=call.sequence_parallel,

@@ -264,8 +264,9 @@ def test_validate_tries_an_objective_of_the_users_own(cli, tmp_path, monkeypatch
     message = cli.refused("validate --pg-custom-objective-path cli_objectives:mean")
     assert "[E16] custom objective 'cli_objectives:mean' gives shape ()" in message
     words = "validate --pg-custom-objective-path cli_objectives:sequences --pg-fused-head"
-    assert "[E55] --pg-fused-head forward computes" in cli.refused(words)
+    assert "[E55] --pg-fused-head forward computes" in cli.refused(words, "forward")
     cli.done(words, "recompute")
+    assert "else forward; recompute if the custom objective reads whole sequences" in cli.done(words)
 
 
 # --- the command itself ---

@@ -44,6 +44,7 @@ MEGATRON_DEFAULTS |= {
     "eval_interval": 1000,
     "eval_iters": 100,
     "global_batch_size": 64,
+    "hidden_size": 4096,
     "iterations_to_skip": [],
     "lr": 1e-6,
     "moe_aux_loss_coeff": 0.0,

@@ -229,7 +229,7 @@ def _documents(given: Mapping) -> list[str]:
 def _head(given: Mapping) -> list[str]:
     stored, fused, backward, columns = (given[name] for name in ("stored", "fused", "backward", "columns"))
     found = ["E50"] * (stored not in (True, False))
-    found += ["E50"] * (fused not in (None, "forward", "scaled_exp", "recompute"))
+    found += ["E50"] * (fused not in (None, "auto", "forward", "scaled_exp", "recompute"))
     found += ["E50"] * (backward not in (None, "bf16", "split"))
     if not stored and not fused:
         found += ["E51"] * (backward is not None)
@@ -247,6 +247,16 @@ def _head(given: Mapping) -> list[str]:
     found += ["E55"] * (bool(given["fp16"]) + bool(given["scale"]))
     reads_sequences = given["own"] is None and given["objective"] in ("gspo", "gmpo")
     return found + ["E55"] * (reads_sequences + (given["correction"] == "opsm"))
+
+
+def head_mode(given: Mapping) -> str:
+    """The mode of a fused head without one, on a GPU that has every kernel, for an accepted combination."""
+    is_sequence_level = given["own"] is None and given["objective"] in ("gspo", "gmpo")
+    if is_sequence_level or given["correction"] == "opsm" or given["fp16"] or given["scale"]:
+        return "recompute"
+    reads_more = given["eta"] != 0 or given["metrics"] == "with_entropy"
+    rules_out = given["backward"] == "split", given["kernel"] == "torch", given["fsdp"]
+    return "forward" if reads_more or any(rules_out) else "scaled_exp"
 
 
 def _graphs(given: Mapping) -> list[str]:

@@ -1,5 +1,6 @@
 """Combinations of arguments against a second, independently written decision table (`flag_oracle`)."""
 
+import argparse
 import itertools
 import math
 import random
@@ -12,6 +13,8 @@ from namespaces import REDUCER, arguments, ids, with_options
 from packaging.version import Version
 
 from megatron_pg.args import ArgumentError, validate_args
+from megatron_pg.flags.facts import Facts
+from megatron_pg.flags.head import chosen_head
 
 # factor: (argument, values that no rule refuses by themselves, values that some rule refuses by themselves)
 FACTORS = {
@@ -85,7 +88,7 @@ FACTORS = {
     "decrease": ("decrease_batch_size_if_needed", [False, True], []),
     "samples": ("train_samples", [None, 1000], []),
     "stored": ("fp32_lm_head", [False, True], ["yes"]),
-    "fused": ("pg_fused_head", [None, "forward", "scaled_exp", "recompute"], ["both"]),
+    "fused": ("pg_fused_head", [None, "forward", "scaled_exp", "recompute", "auto"], ["both"]),
     "backward": ("fp32_lm_head_backward", [None, "bf16", "split"], ["exact"]),
     "columns": ("pg_vocab_size", [None, 151936], [151937, 0, True]),
     "parameters": ("params_dtype", ["torch.bfloat16", "torch.float32", None], []),
@@ -132,14 +135,19 @@ def combination(values: dict[str, list], row: dict[str, int]) -> dict[str, objec
     return {name: values[name][i] for name, i in row.items()}
 
 
-def found(given: dict[str, object]) -> tuple:
-    """What the package says: ("refused", rule ids) or ("accepted", mode, flag, ids of what is said)."""
+def namespace(given: dict[str, object]) -> argparse.Namespace:
+    """The arguments of the combination."""
     values = {FACTORS[name][0]: value for name, value in given.items()}
     for flag in ("pg_objective", "pg_correction"):
         options = {name.split()[1]: values.pop(name) for name in list(values) if name.startswith(f"{flag} ")}
         if isinstance(values[flag], str):
             values[flag] = with_options(values[flag], **options)
-    args = arguments(**values)
+    return arguments(**values)
+
+
+def found(given: dict[str, object]) -> tuple:
+    """What the package says: ("refused", rule ids) or ("accepted", mode, flag, ids of what is said)."""
+    args = namespace(given)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -192,6 +200,23 @@ def test_random_combinations_meet_the_second_table(full, evidence):
     assert verdicts == {"refused", "accepted"}
     check(combinations)
     evidence(cases=len(combinations))
+
+
+@pytest.mark.usefixtures("user_code")
+def test_a_chosen_head_is_that_of_the_second_table_and_accepted_where_it_is_given(full):
+    rng, modes = random.Random(40), []
+    usual = {name: good[0] for name, (_, good, _) in FACTORS.items()} | {"kernel": None}
+    of_heads = ["metrics", "objective", "own", "correction", "top", "eta", "beta", "estimator", "backward", "fp16"]
+    of_heads += ["scale", "fsdp", "kernel", "tp", "mtp"]
+    while len(modes) < (3000 if full else 150):
+        given = usual | {name: rng.choice([usual[name], *FACTORS[name][1]]) for name in rng.sample(of_heads, 5)}
+        mode = flag_oracle.head_mode(given)
+        bare, explicit = (found(given | {"fused": head}) for head in ("auto", mode))
+        assert bare == explicit
+        if bare[0] == "accepted":
+            assert chosen_head(Facts(namespace(given | {"fused": "auto"})))[0] == mode, given
+            modes.append(mode)
+    assert set(modes) == {"forward", "recompute", "scaled_exp"}
 
 
 @pytest.mark.usefixtures("user_code")

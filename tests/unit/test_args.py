@@ -363,5 +363,5 @@ def test_an_argument_error_survives_the_way_between_processes():
 
 
 def test_the_fused_head_has_a_mode_without_being_given_one():
-    assert parse("--pg-fused-head").pg_fused_head == "forward"
+    assert parse("--pg-fused-head").pg_fused_head == parse("--pg-fused-head", "auto").pg_fused_head == "auto"
     assert parse("--pg-fused-head", "recompute").pg_fused_head == "recompute"

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from megatron_pg.declarations import objectives
-from megatron_pg.declarations.choices import AT_ONCE
+from megatron_pg.declarations.choices import AT_ONCE, AUTO
 from megatron_pg.declarations.declaration import Number
 from megatron_pg.hosts.startup import Answer, CheckedArguments, Inherited, check, numbers_of
 
@@ -52,6 +52,8 @@ def checked(engine: Any, model: Any, trained: Any | None) -> CheckedArguments:
     log-probabilities only.
     """
     given = dict(engine.override_mcore_model_config.get(KEY) or {})
+    if given.get("pg_fused_head") == AUTO:
+        given["pg_fused_head"] = "recompute"  # verl computes its loss after the head
     role = "critic" if hasattr(trained, "cliprange_value") else "policy"
     answers = [*_of_engine(engine, model, given, role)]
     if role == "critic":

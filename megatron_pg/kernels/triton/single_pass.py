@@ -101,14 +101,15 @@ _clusters: dict[tuple[torch.device, int], int] = {}  # that run at a time on a d
 def _programs(device: torch.device, shape: Shape, launch_of_no_rows: Callable[[], Any]) -> int:
     """Programs that run at a time; the driver counts clusters of 4 or 8 blocks, which do not fill every part of a GPU.
 
-    The count is known before the first launch with rows, because results may differ in last bits between grids.
+    The count is known before the first launch with rows, because results may differ in last bits between grids. It is
+    at least 1: Triton skips a launch of no program, but the driver reports a cluster that does not fit.
     """
     blocks = shape.tiling.blocks
     if blocks <= 2:
-        return shape.programs * multiprocessors(device) // blocks
+        return max(1, shape.programs * multiprocessors(device) // blocks)
     if (device, blocks) not in _clusters:
         compiled, count = launch_of_no_rows(), triton.runtime.driver.active.utils.cuOccupancyMaxActiveClusters
-        _clusters[device, blocks] = count(compiled.function, compiled.metadata.shared, blocks)
+        _clusters[device, blocks] = max(1, count(compiled.function, compiled.metadata.shared, blocks))
     return _clusters[device, blocks]
 
 

@@ -46,7 +46,6 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> Launches:
     launches = Launches(single_pass.single_pass_kernel.arg_names)
     monkeypatch.setattr(single_pass, "single_pass_kernel", launches)
     monkeypatch.setattr(triton_loss, "fits_single_pass", lambda logits, *_, **__: len(logits) > 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=2))
     return launches
 
 

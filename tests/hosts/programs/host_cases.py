@@ -22,7 +22,7 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from torch import Tensor
 
-from megatron_pg.declarations.choices import AT_ONCE, HEAD_MODES
+from megatron_pg.declarations.choices import AT_ONCE, AUTO, HEAD_MODES
 from megatron_pg.rollouts.sample import Sample
 
 VOCABULARY, WIDTH = 14, 6
@@ -37,7 +37,7 @@ LAYOUTS = {  # sizes that are not 1
 AGGREGATIONS = {name: {"loss_aggregation": name} for name in ("sample_mean", "prompt_mean", "token_mean")} | {
     "constant": {"loss_aggregation": "constant", "loss_aggregation_divisor": 4096.0}
 }
-HEADS = {"logits": {}} | {mode: {"pg_fused_head": mode} for mode in HEAD_MODES}
+HEADS = {"logits": {}} | {mode: {"pg_fused_head": mode} for mode in (*HEAD_MODES, AUTO)}
 SFT_WEIGHT = 0.25
 TIS, CAP = (0.9, 1.2), 1.1
 GAMMA, LAMBDA, VALUE_CLIP = 0.97, 0.9, 0.3
@@ -114,14 +114,14 @@ def cases(full: bool) -> Iterator[Case]:
     if not full:
         pairs = enumerate(itertools.product(AGGREGATIONS, OBJECTIVES))
         heads = list(HEADS)
-        drawn = [(*pair, heads[i % 4 ^ i // 4], i % 3 == 0, steps[(i + i // 4) % 4]) for i, pair in pairs]
+        drawn = [(*pair, heads[i % 4 ^ i // 4], i % 3 == 0, steps[(i + i // 4) % 4]) for i, pair in pairs]  # not auto
     names = ("aggregation", "objective", "head", "per_token", "rollouts_per_step", "fan_out")
     for *words, steps_of in drawn:
         case = Case(**dict(zip(names, (*words, *steps_of), strict=True)))
         if case.head not in AT_ONCE or case.objective != "gspo":
             yield case
         elif not full:
-            yield replace(case, head="recompute")
+            yield replace(case, head=AUTO)  # which chooses recompute
 
 
 def cases_of(layout: str, *, full: bool) -> list[Case]:

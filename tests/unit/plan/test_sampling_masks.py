@@ -97,6 +97,9 @@ def test_a_head_that_knows_whole_rows_only_refuses_it():
     with pytest.raises(ValueError, match=r"sample s has a sampling mask, and .* Use --pg-fused-head forward"):
         planned([sample(GOOD)], settings)
     planned([sample(None)], settings)
+    planned(
+        [sample(GOOD)], dataclasses.replace(settings, head_choice="auto: scaled_exp")
+    )  # the loss then takes forward
 
 
 def test_a_masked_token_may_lie_outside_and_a_certain_one_is_rounded():

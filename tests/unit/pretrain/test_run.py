@@ -10,6 +10,7 @@ import signal
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from megatron_pg import Documents, StepLog
 from megatron_pg.args import ArgumentError, ArgumentWarning, add_arguments, validate_args
 from megatron_pg.metrics.reporting import CallbackError
 from megatron_pg.plan.errors import StepPlanError
+from megatron_pg.plan.settings import LossSettings
 from megatron_pg.pretrain import documents, errors, run, startup
 from megatron_pg.pretrain import log as run_log
 
@@ -322,6 +324,19 @@ def test_ranks_compare_arguments_of_any_length():
             startup._compare_ranks(given | {"last": f"{rank}"}, None, None)
 
     threads.run(2, compare)
+
+
+def test_ranks_whose_gpus_differ_start_with_one_mode_of_the_fused_head(monkeypatch):
+    said, from_args = [], startup.LossSettings.from_args
+
+    def on_some_gpu(args: Namespace) -> LossSettings:
+        mode = ("scaled_exp", "forward")[torch.distributed.get_rank()]
+        return replace(from_args(args), head_mode=mode, head_choice=f"auto: {mode}")
+
+    monkeypatch.setattr(startup.LossSettings, "from_args", on_some_gpu)
+    found = threads.run(2, lambda rank: startup.start(arguments("--pg-fused-head"), said.append, lambda: None))
+    assert [settings.head_mode for settings in found] == ["forward", "forward"]
+    assert "(--pg-fused-head auto: forward because of GPUs that differ)" in said[0]
 
 
 @pytest.mark.parametrize(

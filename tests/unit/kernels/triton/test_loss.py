@@ -256,10 +256,11 @@ def fused(monkeypatch):
 def few_programs(monkeypatch):
     """On a GPU: so few programs that each takes many rows, where the single-pass kernel is in its steady state."""
     if CUDA:
-        real = torch.cuda.get_device_properties(0)
-        properties = {name: getattr(real, name) for name in dir(real) if not name.startswith("_")}
-        few = SimpleNamespace(**properties | {"multi_processor_count": 1})
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: few)
+        kernels = "megatron_pg.kernels.triton"
+        monkeypatch.setattr(f"{kernels}.loss.multiprocessors", lambda _: 1)
+        monkeypatch.setattr(f"{kernels}.single_pass.multiprocessors", lambda _: 1)
+        one_each = {(torch.empty(0, device=DEVICE).device, blocks): 1 for blocks in (4, 8)}
+        monkeypatch.setattr(f"{kernels}.single_pass._clusters", one_each)
 
 
 @pytest.mark.proof("T6 Triton kernels against float64 (error: of the gradient, in units of its rounding bound)")

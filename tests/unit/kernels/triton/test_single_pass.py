@@ -69,3 +69,15 @@ def test_large_clusters_are_counted_once_by_the_driver(monkeypatch):
     ]
     assert found == [132, 66, 30, 30]
     assert asked == [(7, 100, 4)]
+
+
+@pytest.mark.parametrize("columns", [76000, 151936, 201088])  # clusters of 1, 2 and 4
+def test_a_launch_is_never_empty(columns, monkeypatch):
+    """Triton skips an empty grid, and nobody would write the results; a cluster that does not fit is an error."""
+    monkeypatch.setattr(single_pass, "multiprocessors", lambda _: 1)
+    active = SimpleNamespace(utils=SimpleNamespace(cuOccupancyMaxActiveClusters=lambda *_: 0))
+    monkeypatch.setattr(single_pass.triton.runtime, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(single_pass, "_clusters", {})
+    compiled = SimpleNamespace(function=7, metadata=SimpleNamespace(shared=100))
+    shape = single_pass.Shape.of_row(columns, 4)
+    assert single_pass._programs(torch.device("cuda"), shape, lambda: compiled) == 1
