@@ -124,7 +124,9 @@ def _violations(facts: Facts) -> list[tuple[str, str]]:
 
 def _common_rules(facts: Facts) -> Violations:
     args = facts.args
-    yield from number("--pg-temperature", args.pg_temperature, 2.0**-126, math.inf, "finite and > 0")
+    yield from number(
+        "--pg-temperature", args.pg_temperature, 2.0**-126, math.inf, "finite and > 0 as a normal float32"
+    )
     yield from word_rules(args, "--pg-metrics", "--pg-kernel")
     yield from switch_rules(args, "--pg-dry-run", "--pg-no-mismatch-advice")
 

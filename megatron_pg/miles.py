@@ -3,26 +3,10 @@
 See docs/hosts/miles.md.
 """
 
-import argparse
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 from megatron_pg.hosts.patching import run
 from megatron_pg.hosts.rollout.host import RolloutHost
-from megatron_pg.hosts.rollout.samples import Rollout
-from megatron_pg.hosts.startup import flag_of
 
-__all__ = ["before_log_prob", "before_train_step", "init", "loss"]
-
-REFUSED = {
-    "true_on_policy_mode": "rounds log-probabilities to bfloat16",
-    "use_dynamic_global_batch_size": "changes the number of rollouts per step after the step is planned",
-    "delay_split_train_data_by_dp": "cuts the data in the trainer, without a schedule of micro-batches",
-    "skip_actor_forward_only": "leaves no log-probabilities of the sampling policy, and no hooks",
-    "multi_lora_n_adapters": "gives every adapter its own batch",
-    "observe_training_entropy": "is a metric of the loss that ours replaces; --pg-metrics with_entropy has it",
-    "debug_disable_optimizer": "never calls optimizer.step(), where metrics are reduced",
-}
+__all__ = ["init", "loss"]
 
 
 class Miles(RolloutHost):
@@ -32,35 +16,25 @@ class Miles(RolloutHost):
     signatures = (
         "miles.backends.training_utils.loss:loss_function(args, batch, num_microbatches, logits, "
         "apply_megatron_loss_scaling, num_rollouts)",
-        "miles.backends.megatron_utils.model:train_one_step(args, rollout_id, step_id, data_iterator, model, "
-        "optimizer, opt_param_scheduler, num_microbatches, num_rollouts, witness_info, attempt)",
-        "miles.backends.megatron_utils.actor:get_data_iterator(args, model, rollout_data)",
+        "miles.backends.training_utils.data:DataIterator(rollout_data)",
     )
     losses = "miles.backends.training_utils.loss_hub.losses"
     logger = "miles.utils.tracking_utils.tracking:log"
     rollouts_per_step = "num_rollouts"
-
-    def refused(self, args: argparse.Namespace) -> Iterator[str]:
-        if args.rollout_top_p != 1.0:
-            yield f"--rollout-top-p {args.rollout_top_p}: the batches do not contain the kept tokens. Use 1.0."
-        for name, reason in REFUSED.items():
-            if vars(args).get(name):
-                yield f"{flag_of(name)} {reason}, so this loss does not support it; remove it"
-
-    def rollout(self, args: argparse.Namespace, data: Mapping[str, Any]) -> Rollout:
-        """The rollout in miles' data."""
-        if "micro_batch_indices" not in data:
-            raise ValueError(
-                "the rollout data have no micro_batch_indices: miles has split this batch in the trainer "
-                "(multimodal data, fewer rollouts than --global-batch-size, several replicas), where the samples "
-                "of a micro-batch are not known in advance. Use none of these."
-            )
-        return super().rollout(args, data)
+    unsupported = RolloutHost.unsupported | {
+        "rollout_top_p": "leaves the batches without the kept tokens; use 1.0",
+        "true_on_policy_mode": "rounds log-probabilities to bfloat16; remove it",
+        "use_dynamic_global_batch_size": "changes the number of rollouts per step after the step is planned; remove it",
+        "delay_split_train_data_by_dp": "cuts the data in the trainer, without a schedule of micro-batches; remove it",
+        "skip_actor_forward_only": "leaves no log-probabilities of the sampling policy, and no hooks; remove it",
+        "multi_lora_n_adapters": "gives every adapter its own batch; remove it",
+        "observe_training_entropy": "is a metric of the loss that ours replaces; use --pg-metrics with_entropy",
+        "debug_disable_optimizer": "never calls optimizer.step(), where metrics are reduced; remove it",
+    }
 
 
 HOST = Miles()
 init, loss = HOST.init, HOST.loss
-before_train_step, before_log_prob = HOST.before_train_step, HOST.before_log_prob
 
 if __name__ == "__main__":
     run(HOST.main)

@@ -51,9 +51,10 @@ def _not_theirs(self: Any, *given: Any, **named: Any) -> None:
 def _check_and_setup(setup: Callable, master_config: Any, *rest: Any, **named: Any) -> Any:
     """NeMo-RL's setup, after our checks and the banner."""
     arguments = checked(master_config.loss_fn, [*nemo_flags.refused_of_policy(master_config)])
-    rows = [row for row in rows_of("NeMo-RL", arguments, SCALING) if row[0] != "temperature"]  # NeMo-RL's
+    rows = rows_of("NeMo-RL", arguments, SCALING)
+    del rows["temperature"]  # NeMo-RL's
     sources = nemo_flags.passes_logprobs(master_config.policy)
-    rows += [("log-probabilities", f"NeMo-RL's own, for {', '.join(sources)}")] if sources else []
+    rows |= {"log-probabilities": f"NeMo-RL's own, for {', '.join(sources)}"} if sources else {}
     print_banner(rows)
     made = setup(master_config, *rest, **named)
     parts = made if isinstance(made, tuple) else (made,)

@@ -9,7 +9,7 @@ from importlib import import_module
 from megatron_pg.hosts.patching import run
 from megatron_pg.hosts.rollout.host import RolloutHost
 
-__all__ = ["before_log_prob", "before_train_step", "init", "loss"]
+__all__ = ["init", "loss"]
 
 _LOSSES = "slime.backends.megatron_utils.loss"
 
@@ -20,10 +20,8 @@ class Slime(RolloutHost):
     name, version = "slime", "slime 624b824a"
     signatures = (
         f"{_LOSSES}:loss_function(args, batch, num_microbatches, step_global_batch_size, logits)",
-        "slime.backends.megatron_utils.model:train_one_step(args, rollout_id, step_id, data_iterator, model, "
-        "optimizer, opt_param_scheduler, num_microbatches, step_global_batch_size)",
         f"{_LOSSES}:policy_loss_function(args, batch, logits, sum_of_sample_mean)",
-        "slime.backends.megatron_utils.actor:get_data_iterator(rollout_data)",
+        "slime.backends.megatron_utils.data:DataIterator(rollout_data)",
     )
     losses = _LOSSES
     logger = "slime.utils.logging_utils:log|slime.observability.logging_utils:log"
@@ -34,15 +32,13 @@ class Slime(RolloutHost):
     def begin(self, args: argparse.Namespace, role: str) -> None:
         super().begin(args, role)
         if role == "policy" and self.trainer.settings.correction.name == "none":
-            # under a custom loss slime runs a separate pass for old log-probabilities, although the only step computes
-            # them
+            # under a custom loss slime computes old log-probabilities in a pass, although the only step has them
             args.loss_type = "policy_loss"
             vars(import_module(self.losses))["policy_loss_function"] = self.loss
 
 
 HOST = Slime()
 init, loss = HOST.init, HOST.loss
-before_train_step, before_log_prob = HOST.before_train_step, HOST.before_log_prob
 
 if __name__ == "__main__":
     run(HOST.main)

@@ -39,6 +39,7 @@ FOLDERS = {  # of the subcommands' modules, below megatron_pg/cli
     **dict.fromkeys(("plot", "report"), "runs."),
 }
 LAUNCHES = ("explain", "validate")  # take the flags of a job, which other parsers define
+NEED_TORCH = ("compare", "mismatch", "convert")
 
 
 def module_of(subcommand: str) -> ModuleType:
@@ -97,6 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str], name: str | None) -> int:
     try:
         options = _parse(argv, name)
+        if name in NEED_TORCH:
+            _import_torch(name)
         return module_of(options.subcommand).run(options)
     except ModuleNotFoundError as error:
         if error.name not in ("numpy", "torch"):
@@ -106,12 +109,28 @@ def _run(argv: list[str], name: str | None) -> int:
         ) from error
 
 
+def _import_torch(name: str) -> None:
+    try:
+        import_module("torch")
+    except Exception as error:  # also of a driver or a dependency that does not fit
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            raise
+        raise InputError(
+            f"{name} needs torch, which cannot be imported ({type(error).__name__}: {error}). Repair the installation; "
+            "megatron-pg doctor checks it."
+        ) from error
+
+
 def _parse(argv: list[str], name: str | None) -> argparse.Namespace:
     parser = _parser(name)
     options, words = parser.parse_known_args(argv)
-    given = vars(options).items()  # argparse reads --flag=-- as the empty list
-    if empty := [option for option, value in given if value == [] or (isinstance(value, list) and [] in value)]:
-        raise InputError(f"--{empty[0].replace('_', '-')} has no value: -- is not one. Give one.")
+    for option, value in vars(options).items():
+        flag, parts = f"--{option.replace('_', '-')}", value if isinstance(value, list) else [value]
+        if value == [] or [] in parts:  # argparse reads --flag=-- as the empty list
+            raise InputError(f"{flag} has no value: -- is not one. Give one.")
+        if "" in parts:
+            shown = flag if any(word.startswith(flag) for word in argv) else option.upper()
+            raise InputError(f"{shown} is empty. Give a value.")
     if name in LAUNCHES:
         options.words = words
     elif words:

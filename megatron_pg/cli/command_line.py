@@ -2,36 +2,37 @@
 
 import itertools
 import re
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from os.path import basename
 
-from megatron_pg.cli.terminal import InputError, opened, show_path
+from megatron_pg.cli.terminal import InputError, opened, show_path, standard_input
 from megatron_pg.flags.banner import COMMAND_LINE
-from megatron_pg.rollouts.printable import printable
+from megatron_pg.rollouts.printable import listed, printable
 
 _LAUNCHERS = {"torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed"}
 _PYTHON = re.compile(r"python[\d.]*|uv")
 _OURS = re.compile(r"--(pg-|loss-aggregation|custom-pg-)")
 _BEFORE = re.compile(r"\++$|[A-Za-z_]\w*=")  # what `set -x` prints before a command, and assignments
-_MOST_LINES = 20  # named in a message
 _MOST_BYTES = 2**24  # of the text
-_PIECE = re.compile(
-    r"""
-      (?P<blank>[ \t\r]+|\\\r?(?:\n|\Z))
+_PART = r"""
+    '(?P<single>[^']*)'
+    | \$'(?P<ansi>[^'\\]*(?:\\.[^'\\]*)*)'
+    | "(?P<double>[^"\\]*(?:\\.[^"\\]*)*)"
+    | \\(?!\r?(?:\n|\Z))(?P<escaped>.)
+    | (?P<plain>(?:[^ \t\r\n'"\\;&|()<>$]|\$\([^()]*\)?|\$(?!'))+)
+    """
+_TOKEN = re.compile(
+    rf"""
+    (?P<blank>[ \t\r]+|\\\r?(?:\n|\Z))
     | (?P<comment>(?<![^\s;&|()])\#[^\n]*)
     | (?P<redirection>\d*(?:<<<|<<-?|>>|>\||<>|[<>])&?|&>>?)
     | (?P<end>[\n;&|()]+)
-    | '(?P<single>[^']*)'
-    | \$'(?P<ansi>[^'\\]*(?:\\.[^'\\]*)*)'
-    | "(?P<double>[^"\\]*(?:\\.[^"\\]*)*)"
-    | \\(?P<escaped>.)
-    | (?P<plain>(?:[^ \t\r\n'"\\;&|()<>$]|\$\([^()]*\)?|\$(?!'))+)
+    | (?P<word>(?:{_PART})+)
     """,
     re.VERBOSE | re.DOTALL,
 )
+_PARTS = re.compile(_PART, re.VERBOSE | re.DOTALL)
 _EXPANSION = re.compile(r"\\.|(?P<variable>\$(?:\{[^}]*\}|\w+|[@*#?!-]))|(?P<substitution>\$\(|`)", re.DOTALL)
 
 
@@ -79,10 +80,8 @@ class CommandLine:
 
 def read_command_line(path: str) -> CommandLine:
     """The one command line of the job in file `path`, or in standard input if `path` is `-`."""
-    if path == "-" and sys.stdin is None:
-        raise InputError("standard input: is closed. Give a file, or pipe the command line in.")
     name = "standard input" if path == "-" else show_path(path)
-    with nullcontext(sys.stdin.buffer) if path == "-" else opened(path) as file:
+    with standard_input() if path == "-" else opened(path) as file:
         content = file.read(_MOST_BYTES + 1)
     try:
         text = _decoded(content)
@@ -116,21 +115,27 @@ def _printed_by_dry_run(text: str) -> Iterator[Command]:
 
 
 def _choose(commands: Sequence[Command]) -> Command:
-    """The command of the job: the only one, or the only one that has flags of megatron_pg and starts a script."""
+    """The command of the job: the only one, or the only one that starts a script with flags of megatron_pg."""
     if not commands:
         raise InputError("has no command line. Give the line that `set -x` or the dry run of the job prints.")
     different: dict[tuple[str, ...], Command] = {}
     for command in commands:
         different.setdefault(tuple(command.words), command)
-    chosen = [command for command in different.values() if command.has_our_flags] or [*different.values()]
-    chosen = [command for command in chosen if command.starts_script] or chosen
+    every = [*different.values()]
+    starts = [command for command in every if command.starts_script]
+    chosen = (
+        [command for command in starts if command.has_our_flags]
+        or [command for command in starts if command.unexpanded]  # its flags are in a variable
+        or [command for command in every if command.has_our_flags]
+        or starts
+        or every
+    )
     if len(chosen) == 1:
         return chosen[0]
     which = "with" if chosen[0].has_our_flags else "without"
-    lines = [str(command.line) for command in chosen]
-    shown = ", ".join(lines[:_MOST_LINES] + ["…"] * (len(lines) > _MOST_LINES))
+    lines = listed(command.line for command in chosen)
     raise InputError(
-        f"has several command lines {which} flags of megatron_pg: lines {shown}. Keep only the line of the job."
+        f"has several command lines {which} flags of megatron_pg: lines {lines}. Keep only the line of the job."
     )
 
 
@@ -154,45 +159,38 @@ def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 def _commands(text: str, start: int = 0, line: int = 1) -> Iterator[Command]:
     """The commands of a text as a shell splits it, from position `start`, which is in line `line`."""
-    command, word, unexpanded, is_redirected = Command(line), None, None, False
-    for kind, content, at in _pieces(text, start, line):
-        if kind not in ("blank", "comment", "redirection", "end"):
-            is_escaped = kind == "double"
-            word = (word or "") + (re.sub(r'\\(["\\$`\n])', r"\1", content) if is_escaped else content)
-            unexpanded = unexpanded or _unexpanded(kind, content)
-            continue
-        if word is not None and not is_redirected and (command.words or not _BEFORE.match(word)):
-            command.line = command.line if command.words else at
-            command.words.append(word)
-            command.unexpanded = command.unexpanded or unexpanded
-        if word is not None:
-            word, unexpanded, is_redirected = None, None, False
-        if kind == "redirection":  # the next word names a file
+    command, is_redirected = Command(line), False
+    while start < len(text):
+        token = _TOKEN.match(text, start)
+        if token is None:
+            raise InputError(f"line {line} opens a quote {text[start]} that is not closed. Close it.")
+        if token.lastgroup == "word":
+            word, unexpanded = _unquoted(token["word"])
+            if not is_redirected and (command.words or not _BEFORE.match(word)):
+                command.line = command.line if command.words else line
+                command.words.append(word)
+                command.unexpanded = command.unexpanded or unexpanded
+            is_redirected = False
+        elif token.lastgroup == "redirection":  # the next word names a file
             is_redirected = True
-        elif kind == "end":
+        elif token.lastgroup == "end":
             if command.words:
                 yield command
-            command, is_redirected = Command(at), False
+            command, is_redirected = Command(line), False
+        line += text.count("\n", start, token.end())
+        start = token.end()
+    if command.words:
+        yield command
 
 
-def _pieces(text: str, start: int, line: int) -> Iterator[tuple[str, str, int]]:
-    """Kind, text and line of every piece of a word, and of what separates words; the last one is an end."""
-    while start < len(text):
-        piece = _PIECE.match(text, start)
-        if piece is None:
-            raise InputError(f"line {line} opens a quote {text[start]} that is not closed. Close it.")
-        kind = str(piece.lastgroup)
-        yield kind, piece[kind], line
-        line += text.count("\n", start, piece.end())
-        start = piece.end()
-    yield "end", "", line
-
-
-def _unexpanded(kind: str, content: str) -> str | None:
-    """What a shell would replace in this piece of a word."""
-    for match in _EXPANSION.finditer(content) if kind in ("plain", "double") else ():
-        if match["variable"]:
-            return f"variable {printable(match['variable'])}"
-        if match["substitution"]:
-            return f"command substitution {match['substitution']}"
-    return None
+def _unquoted(word: str) -> tuple[str, str | None]:
+    """The word that a shell passes, and the first part of it that a shell would have replaced."""
+    text, unexpanded = "", None
+    for part in _PARTS.finditer(word):
+        kind = str(part.lastgroup)
+        text += re.sub(r'\\(["\\$`\n])', r"\1", part[kind]) if kind == "double" else part[kind]
+        for match in _EXPANSION.finditer(part[kind]) if kind in ("plain", "double") else ():
+            name = "variable" if match["variable"] else "command substitution"
+            if match.lastgroup and unexpanded is None:
+                unexpanded = f"{name} {printable(match[match.lastgroup])}"
+    return text, unexpanded

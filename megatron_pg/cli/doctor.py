@@ -107,8 +107,9 @@ def _probe(*words: str) -> Probe:
             facts |= json.loads(line)
     if done.returncode == 0:
         return Probe(facts, None)
-    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit code {done.returncode}")
-    return Probe(facts, printable(last.strip(), limit=240))
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]  # a text may have several lines
+    return Probe(facts, printable((errors or lines)[-1], limit=240))
 
 
 def _torch(probe: Probe) -> Finding:

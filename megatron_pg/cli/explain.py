@@ -10,7 +10,7 @@ from megatron_pg.cli.terminal import InputError, say, show_json, table
 from megatron_pg.cli.validate import check
 from megatron_pg.declarations.aggregations import AGGREGATIONS, is_by_turn
 from megatron_pg.declarations.choices import DENOMINATORS
-from megatron_pg.flags.banner import banner, describe
+from megatron_pg.flags.banner import banner, banner_of, describe
 from megatron_pg.flags.facts import Facts
 
 Rows = list[tuple[str, str]]  # name and text
@@ -37,9 +37,9 @@ def run(options: argparse.Namespace) -> int:
         show_json(_document(launch, layout, remarks, factors, weights))
         return 0
     say(banner(launch.args))
-    _say_rows("the numbers of one optimizer step", factors)
+    say(banner_of(factors, "the numbers of one optimizer step"))
     _say_weights(launch.args, layout, weights)
-    _say_rows("read from", _origin(launch, remarks))
+    say(banner_of(_origin(launch, remarks), "read from"))
     return 0
 
 
@@ -142,13 +142,6 @@ def _denominator_rows(args: argparse.Namespace, layout: Layout) -> Rows:
     text = (declared.known_numbers if is_fixed else None) or declared.numbers
     numbers = {"divisor": divisor, "rollouts": layout.batch, "product": layout.batch * (divisor or 1)}
     return [("denominator", text.format(counted=counted, tokens=tokens, **numbers))]
-
-
-def _say_rows(title: str, rows: Rows) -> None:
-    say(f"── {title} ──")
-    width = max(len(name) for name, _ in rows)
-    for name, text in rows:
-        say(f"  {name:<{width}}  {text}")
 
 
 def _say_weights(args: argparse.Namespace, layout: Layout, weights: list[dict[str, float]]) -> None:

@@ -17,11 +17,10 @@ from megatron_pg.cli.command_line import read_command_line
 from megatron_pg.cli.terminal import InputError, show_path
 from megatron_pg.flags.megatron import ARGUMENTS, MEGATRON_FLAGS
 from megatron_pg.flags.spelling import meant_flags
-from megatron_pg.rollouts.printable import printable, shorten
+from megatron_pg.rollouts.printable import listed, printable, shorten
 
 # verl: actor_rollout_ref.model.path=…, +PATH.megatron_pg={…}; the value of a flag may look like one
 _OVERRIDE = re.compile(r"[+~]{0,2}(?P<key>[A-Za-z_]\w*(?:\.\w+)*)=")
-_MOST_FLAGS = 20  # of other parsers, named in a row
 MODEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
@@ -38,10 +37,8 @@ class Launch:
     @property
     def unread(self) -> str:
         """The flags of other parsers, as a row of text; empty if there are none."""
-        flags = [printable(flag) for flag in dict.fromkeys(word.partition("=")[0] for word in self.others)]
-        flags = [flag for flag in flags if flag.startswith("-")]
-        shown = ", ".join(flags[:_MOST_FLAGS] + ["…"] * (len(flags) > _MOST_FLAGS))
-        return f"{shown}; for a flag of another framework, see docs/migrating.md" if flags else ""
+        flags = dict.fromkeys(word.partition("=")[0] for word in self.others if word.startswith("-"))
+        return f"{listed(flags)}; for a flag of another framework, see docs/migrating.md" if flags else ""
 
 
 @dataclass(frozen=True, slots=True)

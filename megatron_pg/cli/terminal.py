@@ -69,6 +69,14 @@ def opened(path: str | Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
+def standard_input() -> Iterator[BinaryIO]:
+    """Standard input, which stays open."""
+    if sys.stdin is None:
+        raise InputError("standard input: is closed. Give a file, or pipe the text in.")
+    yield sys.stdin.buffer
+
+
+@contextmanager
 def written_whole(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A scratch path next to `path`, renamed to `path` if the block succeeds and removed if it fails."""
     path = Path(path)
@@ -86,9 +94,12 @@ def written_whole(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
         scratch.unlink(missing_ok=True)
 
 
-def check_output(path: str | Path, *, overwrite: bool) -> None:
+def check_output(path: str | Path, *, overwrite: bool, suffixes: Sequence[str] = ()) -> None:
     """Refuse an output path that may not or cannot be written, before any work is done."""
     path = Path(path)
+    if suffixes and path.suffix.lower() not in suffixes:
+        known = f"one of {', '.join(suffixes)}" if suffixes[1:] else suffixes[0]
+        raise InputError(f"{show_path(path)}: the suffix is not {known}. Give another path.")
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):

@@ -70,7 +70,7 @@ def _divisor_rules(facts: Facts) -> Violations:
         fix = "; write it without quotes" if isinstance(divisor, str) else ""
         yield f"{rule} --loss-aggregation-divisor must be a number, got {divisor!r}{fix}"
     elif not is_usable_divisor(divisor):
-        yield f"E8 --loss-aggregation-divisor must be finite and > 0, got {divisor}"
+        yield f"E8 --loss-aggregation-divisor must be finite and > 0, got {divisor}; 1/L must be a normal float32, too"
     if facts.reducer_path is not None:
         yield (
             "E10 --loss-aggregation-divisor has no effect with --custom-pg-loss-reducer-function-path (the reducer "

@@ -60,11 +60,10 @@ def command_line(argv: Sequence[str]) -> str:
     return COMMAND_LINE + printable(shlex.join(argv), limit=None)
 
 
-def banner_of(rows: list[tuple[str, str]]) -> str:
+def banner_of(rows: list[tuple[str, str]], title: str = "megatron_pg: effective policy-gradient objective") -> str:
     """Rows as text for the log."""
     width = max(len(name) for name, _ in rows)
-    lines = [f"  {name:<{width}}  {text}" for name, text in rows]
-    return "\n".join(["── megatron_pg: effective policy-gradient objective ──", *lines])
+    return "\n".join([f"── {title} ──", *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
 
 def _objective_rows(facts: Facts) -> Rows:

@@ -173,8 +173,9 @@ def compatibility_violations(facts: Facts) -> Violations:
 
 
 def _flatten(values: list[object]) -> list[str]:
+    """The words of texts with commas and of lists; None has none."""
     items = [item for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
-    return [part.strip() for item in items for part in str(item).split(",")]
+    return [part.strip() for item in items if item is not None for part in str(item).split(",")]
 
 
 def compatibility_warnings(facts: Facts) -> list[str]:
@@ -200,11 +201,7 @@ def compatibility_warnings(facts: Facts) -> list[str]:
 
 
 def _captures_router(facts: Facts) -> bool:
-    parts = [
-        part
-        for part in _flatten([facts.megatron("cuda_graph_scope"), facts.megatron("cuda_graph_modules")])
-        if part != "None"
-    ]
+    parts = _flatten([facts.megatron("cuda_graph_scope"), facts.megatron("cuda_graph_modules")])
     is_captured = not parts or any("moe" in part or part == "full" for part in parts)
     return facts.megatron("cuda_graph_impl") == "transformer_engine" and is_captured
 
@@ -225,5 +222,5 @@ def _balancing_losses(facts: Facts) -> list[str]:
         return []
     kinds = _flatten([facts.megatron("moe_router_load_balancing_type", "aux_loss")])
     coefficients = _flatten([facts.megatron("moe_aux_loss_coeff")])
-    weighted = [kind for kind, value in zip(kinds, coefficients, strict=False) if value not in ("None", "0", "0.0")]
+    weighted = [kind for kind, value in zip(kinds, coefficients, strict=False) if value not in ("0", "0.0")]
     return [kind for kind in weighted if kind.endswith("aux_loss")]

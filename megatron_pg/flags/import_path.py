@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_pg.rollouts.printable import listed, shorten
+
 _NAME = r"(?!__)[A-Za-z_][A-Za-z0-9_]*"
 _PATH = re.compile(rf"({_NAME}(?:\.{_NAME})*)[.:]({_NAME})")
 
@@ -35,9 +37,9 @@ def split_import_path(path: Any) -> tuple[str, str]:
     match = _PATH.fullmatch(path) if isinstance(path, str) else None
     keywords = [] if match is None else [word for word in re.split("[.:]", path) if keyword.iskeyword(word)]
     if match is None or keywords or path.partition(":")[0].endswith(".py"):
-        shown = repr(path) if len(repr(path)) <= 120 else repr(path)[:117] + "..."
         raise ImportPathError(
-            f"must be package.module.function (or package.module:function), got {shown}; file paths are not accepted"
+            f"must be package.module.function (or package.module:function), got {shorten(path)}; file paths are not "
+            "accepted"
         )
     return match.group(1), match.group(2)
 
@@ -62,11 +64,9 @@ def load_function(path: str, parameters: tuple[str, ...]) -> Callable:
     try:
         function = getattr(module, attribute)
     except AttributeError:
-        names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        names = [*names[:10], "…"] if len(names) > 10 else names
+        functions = listed(name for name, value in vars(module).items() if inspect.isfunction(value)) or "none"
         raise ImportFailedError(
-            f"cannot be imported: {module_name} has no attribute {attribute!r} (its functions: "
-            f"{', '.join(names) or 'none'})"
+            f"cannot be imported: {module_name} has no attribute {attribute!r} (its functions: {functions})"
         ) from None
     except Exception as error:  # a module's own __getattr__
         raise ImportFailedError(f"cannot be imported: {type(error).__name__}: {error}") from error

@@ -2,15 +2,18 @@
 
 from collections.abc import Sequence
 
-from megatron_pg.declarations.choices import DENOMINATORS
-from megatron_pg.declarations.corrections import CORRECTIONS
+from megatron_pg.declarations.declaration import flag_of
 from megatron_pg.declarations.loss_terms import AS_POLICY, LossTerm
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
-from megatron_pg.flags.table import word_rules
+from megatron_pg.flags.table import DEFAULTS, word_rules
 from megatron_pg.rollouts.fields import POLICY
 
 _DROPPED = f"--pg-term {POLICY}:{POLICY},weight=0"  # the flag that drops the objective
+_OF_OBJECTIVE = (  # arguments that nothing but the objective reads
+    *("pg_objective", "pg_custom_objective_path", "custom_pg_loss_reducer_function_path"),
+    *("pg_correction", "pg_denominator"),
+)
 
 
 def term_violations(facts: Facts) -> Violations:
@@ -86,13 +89,10 @@ def _together(facts: Facts, terms: list[LossTerm]) -> Violations:
             yield f"E73 {uses}, which {_DROPPED} drops; name an aggregation"
     if not any(term.weight for term in terms):
         yield f"E73 {_DROPPED} leaves no loss; add another loss term, or remove it"
-    of_objective = (
-        ("--pg-correction", facts.selected_correction.name, {*CORRECTIONS} - {"none"}),
-        ("--pg-denominator", facts.args.pg_denominator, {*DENOMINATORS} - {"scheduled"}),
-    )
-    for flag, value, choices in of_objective:
-        if isinstance(value, str) and value in choices:  # rule E25 reports any other value
-            unread = f"{flag} {value} has no effect without the objective"
+    for name in _OF_OBJECTIVE:
+        value = facts.selected_correction.name if name == "pg_correction" else vars(facts.args)[name]
+        if value != DEFAULTS[name]:
+            unread = f"{flag_of(name)} {value} has no effect without the objective"
             yield f"E73 {unread}, which {_DROPPED} drops; remove one of the two"
     if facts.args.pg_kl_coef or facts.has_entropy_term:
         yield (

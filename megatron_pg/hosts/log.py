@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any
 
-from megatron_pg.metrics.advice import Advice
 from megatron_pg.metrics.file import MetricsFile
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.findings import StepReport
@@ -43,8 +42,7 @@ class HostLog:
         if self._iteration is None:
             self._iteration = self._before(host_round, number)
             history = self._file.before(self._iteration + 1) if self._file else ()
-            advice = Advice(history) if self._settings.warns_of_mismatch else None
-            self._console.begin(report, self._settings.metrics, advice)
+            self._console.begin(report, self._settings, history)
         self._iteration += 1
         log = StepLog(
             iteration=self._iteration,
@@ -74,6 +72,4 @@ class HostLog:
         known = int(last.get("iteration", 0))
         if number is None or last.get(ROUND) == host_round - 1:
             return known
-        if last and ROUND not in last:  # a file that counts from 0, as slime and miles do
-            return number - 1
         return max(number, known)

@@ -35,24 +35,20 @@ def check_signatures(version: str, signatures: Iterable[str]) -> str:
     """
     for signature in signatures:
         *paths, parameters = re.split(r"[|(]", signature.rstrip(")"))
-        path = _check_signature(version, paths, parameters.split(", "))
-    return path
-
-
-def _check_signature(version: str, paths: Sequence[str], parameters: Sequence[str]) -> str:
-    names, cause = None, None
-    for path in paths:
-        try:
-            names = [*inspect.signature(attribute(path)).parameters]
-        except (ImportError, AttributeError) as error:
-            found, cause = f"does not exist ({error}), and the loss needs it", error
+        expected = parameters.split(", ")
+        for path in paths:
+            try:
+                names, cause = [*inspect.signature(attribute(path)).parameters], None
+                break
+            except (ImportError, AttributeError) as error:
+                names, cause = [], error
+        use = f"as in {version}; use that version"
+        if cause is not None:
+            found, use = f"does not exist ({cause}), and the loss needs it", f"{use} and put its checkout on PYTHONPATH"
         else:
-            if names[: len(parameters)] == [*parameters]:
-                return path
-            found, cause = f"takes ({', '.join(names)}), not ({', '.join(parameters)})", None
-            break
-    fix = f"use that version{'' if names else ' and put its checkout on PYTHONPATH'}"
-    refuse(f"{path} {found} as in {version}; {fix}, or use a megatron_pg that supports yours", cause=cause)
+            found = f"takes ({', '.join(names)}), not ({parameters})"
+        if names[: len(expected)] != expected:
+            refuse(f"{path} {found} {use}, or use a megatron_pg that supports yours", cause=cause)
     return path
 
 

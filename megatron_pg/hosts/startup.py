@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_pg.args import ArgumentError, ArgumentNotice, add_arguments, validate_args
+from megatron_pg.args import ArgumentError, ArgumentNotice, add_arguments, default_arguments, validate_args
 from megatron_pg.declarations.aggregations import is_by_turn
-from megatron_pg.declarations.declaration import Number, did_you_mean
+from megatron_pg.declarations.declaration import Number, attribute_of, did_you_mean, flag_of
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.flags.banner import banner_of, describe, in_force
 from megatron_pg.flags.facts import Facts
@@ -25,50 +25,45 @@ _LOOP_ARGUMENTS = {
     *("dataloader_type", "eval_interval", "eval_iters", "iterations_to_skip", "perform_rl_step", "rampup_batch_size"),
     *("decrease_batch_size_if_needed", "sft", "train_samples", "mtp_num_layers", "mtp_loss_scaling_factor"),
 }
-_WITH_OPTIONS = ("pg_objective", "pg_correction")  # arguments of the form NAME[,option=value]…
 _PER_TOKEN = "calculate_per_token_loss"  # a host cancels Megatron's division for every aggregation
+_NO_EFFECT = {  # our arguments that a host cannot use: why
+    "pg_role": "has no effect here, where the host decides which of its models is a critic; remove it",
+    "pg_entropy_target": "has a state that the host does not save; remove it",
+    "docs_per_step": "sets the size of steps, which the host sets here; remove it",
+    "pg_logit_softcap": "caps logits in the loss alone, and not those of the host's old log-probabilities; use a model "
+    "that caps its logits",
+    "pg_dry_run": "ends Megatron's pretrain() before it builds the model, which the host builds; remove it",
+}
 
-Rows = list[tuple[str, str]]  # of the banner: name and text
+Rows = dict[str, str]  # of the banner: text by name
 
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """A value that one of our arguments, or an option in it, takes from a flag of the host."""
+    """A value that one of our arguments, or an option in its text, takes from a flag of the host."""
 
     host_flag: str  # as the host's user writes it
-    attribute: str  # ours
+    ours: str  # the argument; of an option, "argument.option"
     value: Any
-    is_default: bool = False  # the host's user has not set it
-    option: str | None = None  # of our argument's text; None: the whole argument, or the name that the text begins with
-
-    @classmethod
-    def number(cls, host_flag: str, number: Number, value: Any, *, is_default: bool = False) -> "Inherited":
-        """A number of the objective."""
-        if number.flag is not None:
-            return cls(host_flag, number.attribute, value, is_default)
-        return cls(host_flag, "pg_objective", value, is_default, number.name)
+    is_default: bool = False  # of the host: a value of ours that is given replaces it
 
     @property
-    def ours(self) -> str:
-        """Our flag, with the option."""
-        return flag_of(self.attribute) + (f" …,{self.option}=" if self.option else "")
-
-    def of(self, text: Any) -> Any:
-        """The value in our argument that this one replaces; None for an option that is not given."""
-        selected = Selection.of(self.ours, text)
-        if self.option is not None:
-            return selected.numbers.get(self.option, selected.given.get(self.option))
-        return selected.name if self.attribute in _WITH_OPTIONS else text
-
-    def put_into(self, text: Any) -> Any:
-        """Our argument with this value."""
-        if self.option is None:
-            return text if self.of(text) == self.value else self.value
-        selected = Selection.of(self.ours, text)
-        return joined(str(selected.name), {**selected.given, self.option: self.value})
+    def flag(self) -> str:
+        """Our flag, before its value."""
+        argument, _, option = self.ours.partition(".")
+        return flag_of(argument) + (f" …,{option}=" if option else " ")
 
 
-Answer = Inherited | str  # to a flag of the host; a text says why this loss does not support it
+class Unused(str):
+    """An option of the host without effect on this loss, for the banner."""
+
+
+Answer = Inherited | Unused | str  # to a flag of the host; a text says why this loss does not support it
+
+
+def place_of(number: Number) -> str:
+    """Where `Inherited` finds a number of the objective."""
+    return f"pg_objective.{number.name}" if number.flag is None else number.attribute
 
 
 def numbers_of(objective: Any) -> set[Number]:
@@ -77,9 +72,11 @@ def numbers_of(objective: Any) -> set[Number]:
     return set(declared.numbers) if declared else set()
 
 
-def flag_of(name: str) -> str:
-    """The flag of an argument."""
-    return "--" + name.replace("_", "-")
+def refused(given: Mapping[str, Any], reasons: Mapping[str, str], usual: Mapping[str, Any] = {}) -> Iterator[str]:
+    """A message for each argument that is neither off nor as usual: its flag, its value and the reason."""
+    for name, reason in reasons.items():
+        if (value := given.get(name)) not in (None, False, usual.get(name)):
+            yield f"{flag_of(name)}{'' if value is True else f' {value}'} {reason}"
 
 
 def cut_groups(given: Mapping[str, Any], size_name: str, size: int, group_name: str, group: int) -> Iterator[str]:
@@ -101,7 +98,7 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
 
 def defaults() -> dict[str, Any]:
     """The default values of our arguments."""
-    return vars(add_host_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([]))
+    return default_arguments() | {"pg_metrics_file": None}
 
 
 def refuse(*messages: str, cause: Exception | None = None) -> None:
@@ -135,8 +132,11 @@ def check(
     known, answers = defaults(), [*answers]
     flags = [answer for answer in answers if isinstance(answer, Inherited)]
     ours, rows, messages = _merged(host, given, known, flags)
-    messages += [answer for answer in answers if isinstance(answer, str)]
-    messages += _refused_of_ours(argparse.Namespace(**ours), carried)
+    unused = [answer for answer in answers if isinstance(answer, Unused)]
+    rows |= {"without effect": "; ".join(unused)} if unused else {}
+    messages += [answer for answer in answers if isinstance(answer, str) and answer not in unused]
+    messages += refused(ours, _NO_EFFECT, known)
+    messages += _not_carried(host, _reads(argparse.Namespace(**ours)), carried)
     ours["pg_role"] = role
     violations = [("E70", message) for message in messages]
     facts = {name: megatron[name] for name in RULE_ARGUMENTS if name in megatron and name not in _LOOP_ARGUMENTS}
@@ -149,38 +149,33 @@ def check(
         try:
             validate_args(args)
         except ArgumentError as error:
-            inherits = [f for f in flags if f.of(given.get(f.attribute)) in (None, f.of(known[f.attribute]))]
+            inherits = [flag for flag in flags if flag.ours not in _flat(given)]
             violations += [(rule, _by_host_flags(message, inherits)) for rule, message in error.violations]
         else:
-            violations += [("E70", message) for message in _refused_terms(host, args, carried, names_terms)]
+            violations += [("E70", message) for message in _of_terms(host, args, carried, names_terms)]
     if violations:
         raise ArgumentError(violations)
     if per_token and not facts.get(_PER_TOKEN):
-        text = f"--calculate-per-token-loss only sets how {host} and Megatron divide, not the aggregation"
-        rows.append(("per-token flag", text))
+        rows["per-token flag"] = (
+            f"--calculate-per-token-loss only sets how {host} and Megatron divide, not the aggregation"
+        )
     args.calculate_per_token_loss = per_token or vars(args).get(_PER_TOKEN, False)
     return CheckedArguments(args, rows)
 
 
-def start(host: str, checked: CheckedArguments, *, scaling: str, says: bool) -> tuple[LossSettings, dict[str, str]]:
-    """The settings in force and the rows of the banner, which this process prints if `says` is true."""
-    settings = LossSettings.from_args(checked.args)
-    args = in_force(checked.args, settings.kernel, settings.head_choice)
-    rows = rows_of(host, CheckedArguments(args, checked.rows), scaling)
-    if says:
-        print_banner(rows)
-    return settings, dict(rows)
+def rows_of(host: str, checked: CheckedArguments, scaling: str, settings: LossSettings | None = None) -> Rows:
+    """The rows of the banner.
+
+    `scaling` says what the host multiplies and divides the returned loss by; `settings` what has been chosen, if known.
+    """
+    args = checked.args if settings is None else in_force(checked.args, settings.kernel, settings.head_choice)
+    of_loss = {name: text for name, text in describe(args) if name not in ("Megatron", "layout")}  # a host has its own
+    return of_loss | {host: scaling} | checked.rows
 
 
-def rows_of(host: str, checked: CheckedArguments, scaling: str) -> Rows:
-    """The rows of the banner; `scaling` says what the host multiplies and divides the returned loss by."""
-    of_loss = [row for row in describe(checked.args) if row[0] not in ("Megatron", "layout")]  # a host has its own
-    return [*of_loss, (host, scaling), *checked.rows]
-
-
-def print_banner(rows: Iterable[tuple[str, str]]) -> None:
+def print_banner(rows: Rows) -> None:
     """Print the rows to the host's log."""
-    print(banner_of([*rows]), flush=True)  # noqa: T201
+    print(banner_of([*rows.items()]), flush=True)  # noqa: T201
 
 
 def _merged(
@@ -193,71 +188,73 @@ def _merged(
             messages.append(f"{name} is not an argument since 0.3.0. Write {line}.")
         else:
             messages.append(f"{name} is not an argument of megatron_pg{did_you_mean(name, known, {})}")
-    ours = {name: given.get(name, usual) for name, usual in known.items()}
+    flat, ours = _flat(given), {name: given.get(name, usual) for name, usual in known.items()}
     for flag in inherited:
-        text = ours[flag.attribute]
-        value, usual = flag.of(text), flag.of(known[flag.attribute])
-        if value != usual and flag.is_default:
+        own, argument = flat.get(flag.ours), flag.ours.partition(".")[0]
+        if own is not None and flag.is_default:
             continue
-        if value not in (usual, flag.value):
-            theirs, own = f"{flag.host_flag} of {host}, {flag.value},", f"{flag_of(flag.attribute)} {text}"
-            messages.append(f"{theirs} and {own} contradict each other; remove one")
-        ours[flag.attribute] = flag.put_into(text)
-        shown.append(f"{flag.host_flag} is {flag.ours}{'' if flag.option else ' '}{flag.value}")
-    return ours, [("inherited", "; ".join(shown))] if shown else [], messages
+        if own not in (None, flag.value):
+            theirs, mine = f"{flag.host_flag} of {host}, {flag.value},", f"{flag_of(argument)} {ours[argument]}"
+            messages.append(f"{theirs} and {mine} contradict each other; remove one")
+        flat[flag.ours] = flag.value
+        options = {name.partition(".")[2]: value for name, value in flat.items() if name.startswith(f"{argument}.")}
+        name = flat.get(argument, known[argument])
+        ours[argument] = joined(name, options) if options else name
+        shown.append(f"{flag.host_flag} is {flag.flag}{flag.value}")
+    return ours, {"inherited": "; ".join(shown)} if shown else {}, messages
+
+
+def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are given, with the options of a text as "argument.option"."""
+    flat = dict(given)
+    for argument in ("pg_objective", "pg_correction"):
+        selected = Selection.of(argument, given.get(argument))
+        if selected.given:
+            options = {**selected.given, **selected.numbers}
+            flat |= {argument: selected.name, **{f"{argument}.{name}": value for name, value in options.items()}}
+    return flat
 
 
 def _by_host_flags(message: str, inherits: Iterable[Inherited]) -> str:
     """The message with the host's flags for ours that inherit from them."""
-    names = {(flag_of(f.attribute), f.option): f.host_flag.partition(" ")[0].rstrip(",") for f in inherits}
+    names = {f.ours: f.host_flag.partition(" ")[0].rstrip(",") for f in inherits}
 
     def shown(match: re.Match) -> str:
         flag, option, value = match.groups()
-        if (flag, option) in names and option is not None:
-            return f"{names[flag, option]} {value}"
-        return names.get((flag, None), flag) + match[0].removeprefix(flag)
+        if (place := f"{attribute_of(flag)}.{option}") in names:
+            return f"{names[place]} {value}"
+        return names.get(attribute_of(flag), flag) + match[0].removeprefix(flag)
 
     return re.sub(r"(--[\w-]+)(?: \w+,(\w+)=(\S+))?", shown, message)
 
 
-def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> Iterator[str]:
-    """Messages about arguments that belong to Megatron's own loop, or read what the host's batches do not contain."""
-    if args.pg_role == "critic":
-        yield "--pg-role critic has no effect here, where the host decides which of its models is a critic; remove it"
-    if args.pg_entropy_target is not None:
-        yield f"--pg-entropy-target {args.pg_entropy_target} has a state that the host does not save; remove it"
-    if args.docs_per_step:
-        yield f"--docs-per-step {args.docs_per_step} sets the size of steps, which the host sets here; remove it"
-    reads_masks = args.pg_sampling_mask_missing != "error" or args.pg_sampling_mask_entropy != "full"
-    if "sampling_mask" not in carried and reads_masks:
-        flags = "--pg-sampling-mask-missing and --pg-sampling-mask-entropy"
-        yield f"{flags} are of samples with a sampling mask, which the host's batches do not have; remove them"
-    if args.pg_logit_softcap is not None:
-        capped = f"--pg-logit-softcap {args.pg_logit_softcap} caps logits in the loss alone"
-        yield f"{capped}, and not those of the host's old log-probabilities; use a model that caps its logits"
-    if args.pg_dry_run:
-        yield "--pg-dry-run ends Megatron's pretrain() before it builds the model, which the host builds; remove it"
-    reads = {
-        f"--loss-aggregation {args.loss_aggregation}": is_by_turn(args.loss_aggregation) and "turns",
-        "--pg-sequence-level turn": args.pg_sequence_level == "turn" and "turns",
-        "--pg-weight-denominator weights": args.pg_weight_denominator == "weights" and "token_weights",
+def _not_carried(host: str, reads: Iterable[tuple[str, str]], carried: Collection[str]) -> Iterator[str]:
+    """Messages about flags that read a field of samples which the host's batches do not contain."""
+    for flag, field in reads:
+        if field not in carried:
+            yield f"{flag} reads {field}, which the batches of {host} do not contain; remove it"
+
+
+def _reads(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Flags that read a further field of samples, and the field."""
+    fields = {
+        "loss_aggregation": is_by_turn(args.loss_aggregation) and "turns",
+        "pg_sequence_level": args.pg_sequence_level == "turn" and "turns",
+        "pg_weight_denominator": args.pg_weight_denominator == "weights" and "token_weights",
+        "pg_sampling_mask_missing": args.pg_sampling_mask_missing != "error" and "sampling_mask",
+        "pg_sampling_mask_entropy": args.pg_sampling_mask_entropy != "full" and "sampling_mask",
+        "pg_correction": Facts(args).selected_correction.name == "top_entropy" and "old_entropies",
     }
-    for flag, name in reads.items():
-        if name and name not in carried:
-            yield f"{flag} reads {name} of samples, which the host's batches do not contain; remove it"
-    if "old_entropies" not in carried and Facts(args).selected_correction.name == "top_entropy":
-        batches = "which the host's batches do not contain; choose another correction"
-        yield f"--pg-correction top_entropy reads old_entropies, {batches}"
+    return [(f"{flag_of(name)} {vars(args)[name]}", field) for name, field in fields.items() if field]
 
 
-def _refused_terms(host: str, args: argparse.Namespace, carried: Collection[str], names_terms: bool) -> Iterator[str]:
-    """Loss terms that would have no tokens, or none of what they read."""
-    for term in Facts(args).further:
+def _of_terms(host: str, args: argparse.Namespace, carried: Collection[str], names_terms: bool) -> Iterator[str]:
+    """Messages about loss terms that would have no tokens, or none of what they read."""
+    further = Facts(args).further
+    for term in further:
         if term.on is None and not names_terms:
             yield (
                 f"{term.flag}: the batches of {host} name no loss terms, so it has no tokens; take those of the "
                 f"objective with on={POLICY}"
             )
-        for name in term.reads:
-            if name not in carried:
-                yield f"{term.flag} reads {name}, which the batches of {host} do not contain; remove it"
+    yield from _not_carried(host, ((term.flag, field) for term in further for field in term.reads), carried)

@@ -13,13 +13,12 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, pack, pack_row
 from megatron_pg.declarations.corrections import CORRECTIONS
-from megatron_pg.lm_head.output_layer import HeadCall
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.findings import StepReport, gather_found, report_of
-from megatron_pg.step.loss import Diagnostics, microbatch_head_loss, microbatch_logprobs_loss, microbatch_loss
+from megatron_pg.step.loss import Diagnostics
 from megatron_pg.step.lost_peers import lost_peer_named
 
 
@@ -62,9 +61,9 @@ class HostStep:
         self._context = context if context is not None and context.size() > 1 else None
         self._data_rank = 0 if data is None else data.rank()
         self._planned = None if samples_of is None else self._plan(samples_of, data)
-        self._samples: Sequence[Sample] = () if self._planned is None else self._planned.batches[0].samples
+        batches = () if self._planned is None else self._planned.batches
+        self.samples = [sample for batch in batches for sample in batch.samples]  # of this rank
         self._diagnostics: dict[LocalBatch, Diagnostics] = {}
-        self._sizes: dict[LocalBatch, int] = {}  # samples of each micro-batch
 
     def _plan(self, samples_of: Callable[[], Sequence[Sample]], data: ProcessGroup | None) -> PlannedStep:
         """The step as one micro-batch."""
@@ -105,7 +104,7 @@ class HostStep:
         """
         if self._planned is None:
             raise HostLossError("this pipeline stage has no loss, so it has no micro-batch.", "Call on the last stage.")
-        samples, size = [self._samples[i] for i in members], self._context.size() if self._context else 1
+        samples, size = [self.samples[i] for i in members], self._context.size() if self._context else 1
         if side_by_side:
             batch = pack(samples, qkv_format="bshd", cp_size=size, max_seq_len=padded_lengths[0])
         else:
@@ -113,34 +112,14 @@ class HostStep:
         local = self._planned.slice(batch, members, self._context, device)
         if self._on_policy:
             local = replace(local, fields=replace(local.fields, old_logprobs=None))
-        self._sizes[local] = len(members)
         return local
 
-    def loss(
-        self,
-        local: LocalBatch,
-        logits: Tensor,  # [T, V / tp]; the Triton kernels may overwrite them
-        tp_group: ProcessGroup | None,  # tensor-parallel group; None: one rank
-        grad_scale: float,  # the gradient of S in the host's backward, without a loss scale
-        *,
-        is_bypassed: bool = False,  # whether the head in the output layer did not make the logits, for `finish`
-    ) -> Tensor:
-        """S from logits; with sequence-level terms every context-parallel rank must call."""
-        tp_group = tp_group if tp_group is not None and tp_group.size() > 1 else None
-        total, diagnostics = microbatch_loss(logits, local.fields, self._settings, tp_group, grad_scale=grad_scale)
-        self._diagnostics[local] = diagnostics._replace(is_bypassed=is_bypassed)
-        return total
+    def keep(self, local: LocalBatch, computed: tuple[Tensor, Diagnostics]) -> Tensor:
+        """S of a micro-batch, computed by a function of `megatron_pg.step.loss`, whose diagnostics `finish` reads.
 
-    def head_loss(self, local: LocalBatch, call: HeadCall, grad_scale: float) -> Tensor:
-        """S by the fused head, from a call of the output layer."""
-        total, self._diagnostics[local] = microbatch_head_loss(
-            call, local.fields, local.trained, self._settings, grad_scale=grad_scale
-        )
-        return total
-
-    def logprobs_loss(self, local: LocalBatch, logprobs: Tensor, entropy: Tensor | None = None) -> Tensor:
-        """S from log-probabilities [T] of the host, or from a critic's values."""
-        total, self._diagnostics[local] = microbatch_logprobs_loss(logprobs, entropy, local.fields, self._settings)
+        The gradient scale of that function is the gradient of S in the host's backward, without a loss scale.
+        """
+        total, self._diagnostics[local] = computed
         return total
 
     def finish(self, *, reports: bool, has_loss: bool = True) -> StepReport | None:
@@ -157,8 +136,8 @@ class HostStep:
             NonFiniteLossError: on every rank.
             HostLossError: on every rank; the loss was not computed exactly once for every sample.
         """
-        expected = len(self._samples) if has_loss else 0
-        astray = abs(expected - sum(self._sizes[local] for local in self._diagnostics))
+        expected = len(self.samples) if has_loss else 0
+        astray = abs(expected - sum(len(local.whole.samples) for local in self._diagnostics))
         with lost_peer_named(lambda: "after its forwards, before the optimizer moved"):
             gathered = gather_found(
                 self._diagnostics, self._settings.metrics, reports=reports, data_rank=self._data_rank, returned=astray
@@ -170,7 +149,7 @@ class HostStep:
                 "not moved.",
                 "Use a release of the trainer that docs/hosts lists, without plugins that replace its loss.",
             )
-        self._diagnostics, self._sizes = {}, {}
+        self._diagnostics = {}
         return None if self.plan is None else report_of(self.plan, self._settings.metrics, gathered)
 
 

@@ -82,6 +82,8 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
                 f"sample {sample.sample_id} has no rollout_logprobs to compare old_logprobs with. Have the engine "
                 "return the log-probability of every token that it samples, and record it."
             )
+        if sample.old_logprobs is None:  # of a critic
+            raise ValueError(f"sample {sample.sample_id} has no old_logprobs to compare. Give samples of a policy.")
         kept = sample.loss_mask.numpy().nonzero()[0]
         columns["engine"].append(sample.rollout_logprobs.numpy()[kept])
         columns["trainer"].append(sample.old_logprobs.numpy()[kept])
@@ -104,10 +106,15 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
         for name in by:
             groups[name].append(None if name not in sample.extra else str(sample.extra[name]))
     if not sum(map(len, columns["engine"])):
-        raise ValueError("no token is trained: loss_mask is 0 everywhere. Give rollouts with trained tokens.")
+        raise ValueError(
+            "no token is trained: no sample is of the objective, or loss_mask is 0 everywhere. Give rollouts with "
+            "trained tokens."
+        )
     if absent := [name for name in by if not any(label is not None for label in groups[name])]:
         raise ValueError(f"no sample has the field {absent[0]} to compare by. Check its spelling.")
     joined = {name: np.concatenate(parts) for name, parts in columns.items()}
+    if (least := min(joined["engine"].min(), joined["trainer"].min())) < np.finfo(np.float32).min:
+        raise ValueError(f"a log-probability is {least:g}, which is below every float32. Correct it.")
     joined |= _joined_topk(topk, [len(column) for column in columns["engine"]])
     return Gap(
         **joined,
@@ -126,7 +133,7 @@ def _places(tokens: Integers, step: int) -> NDArray[np.uint64]:
 
 def _topk(sample: Any, kept: Integers, drawn: Integers) -> tuple[NDArray[np.float32], Integers] | None:
     """[n, K] the engine's top-k values at the kept tokens, descending, and the rank of each sampled token."""
-    if sample.rollout_topk is None:
+    if sample.rollout_topk is None or not sample.rollout_topk.ids.shape[1]:
         return None
     ids, values = (part.numpy()[kept] for part in (sample.rollout_topk.ids, sample.rollout_topk.logprobs))
     values = np.where(ids >= 0, values, -np.inf).astype(np.float32)

@@ -33,31 +33,34 @@ class Settings:
     trainer_temperature: float | None = None
 
     @classmethod
-    def parse(cls, engine: str, trainer_temperature: float | None = None) -> "Settings":
+    def parse(cls, engine: str | None, trainer_temperature: float | None = None) -> "Settings":
         """From `temperature=0.7,top_p=0.9,top_k=50`, any of them.
 
         Raises:
             ValueError: an unknown or repeated name, or a number out of range.
         """
         given: dict[str, float] = {}
-        for part in filter(None, engine.split(",")):
+        for part in engine.split(",") if engine else ():
             name, equals, text = part.partition("=")
             if name not in _RANGES or not equals or name in given:
-                raise ValueError(
-                    f"{part!r} is not one of {', '.join(f'{known}=…' for known in _RANGES)}, each given once"
-                )
+                names = ", ".join(f"{known}=…" for known in _RANGES)
+                raise ValueError(f"--engine {engine}: {part!r} is not one of {names}, each given once")
             given[name] = float(text) if _NUMBER.fullmatch(text) else math.nan
             is_valid, words = _RANGES[name]
             if not is_valid(given[name]):
-                raise ValueError(f"{part} is not {words}")
+                raise ValueError(f"--engine {engine}: {part} is not {words}")
         count = given.pop("top_k", None)
         if (trainer_temperature is None) != ("temperature" not in given):
             raise ValueError(
-                "a temperature is compared with the other side's, so give both or none (--trainer-temperature)"
+                "--trainer-temperature and temperature=… of --engine are compared with each other, so give both or none"
             )
-        if trainer_temperature is not None and not _is_positive(trainer_temperature):
-            raise ValueError(f"the trainer's temperature {trainer_temperature:g} is not a finite number above 0")
-        return cls(**given, top_k=None if count is None else int(count), trainer_temperature=trainer_temperature)
+        settings = cls(**given, top_k=None if count is None else int(count), trainer_temperature=trainer_temperature)
+        if settings.ratio is not None and not _is_positive(settings.ratio):
+            raise ValueError(
+                f"--trainer-temperature {trainer_temperature:g} is not a finite number above 0, or its ratio to the "
+                f"engine's {settings.temperature:g} is not"
+            )
+        return settings
 
     @property
     def truncation(self) -> str:

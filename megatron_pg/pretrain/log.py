@@ -12,7 +12,6 @@ import torch
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from megatron_pg.args import ArgumentError
-from megatron_pg.metrics.advice import Advice
 from megatron_pg.metrics.file import MetricsFile
 from megatron_pg.metrics.reporting import GROUP, CallbackError, added_values
 from megatron_pg.plan.collectives import broadcast_text
@@ -94,9 +93,7 @@ class RunLog:
 
     def _begin(self, log: StepLog, settings: LossSettings) -> None:
         if torch.distributed.get_rank() == 0:
-            history = self._file.before(log.iteration) if self._file else ()
-            advice = Advice(history) if settings.warns_of_mismatch else None
-            self._console.begin(log.report, settings.metrics, advice)
+            self._console.begin(log.report, settings, self._file.before(log.iteration) if self._file else ())
         self._has_additions = bool(broadcast_text("yes" if self._on_step else "", 0))
 
     def _additions(self, log: StepLog, record: Mapping[str, Any]) -> dict[str, float]:

@@ -197,9 +197,11 @@ def gae(
 
     Source: arXiv 1506.02438; two λ and `alpha`: VAPO, arXiv 2504.05118, without the bound at 0.
     """
-    lengths, numbers = [len(turn) for turn in loss_masks], {"gamma": gamma, "lam": lam, "critic_lam": critic_lam}
-    _check_choices(masked, alpha, numbers)
-    mask = [bool(plain(trained)) for turn in loss_masks for trained in turn]
+    _check_choices(masked, alpha, {"gamma": gamma, "lam": lam, "critic_lam": critic_lam})
+    lengths = _lengths("loss_masks", loss_masks)
+    mask = [plain(trained) for turn in loss_masks for trained in turn]
+    if bad := [trained for trained in mask if trained not in (0, 1)]:
+        raise ValueError(f"loss_masks contain {shorten(bad[0])}, which is neither 0 nor 1. Give one of them.")
     steps = [k for k, trained in enumerate(mask) if trained or masked == "pass"]
     earned = _flat("rewards", rewards, lengths, range(len(mask)))
     known = _flat("values", values, lengths, steps)
@@ -246,12 +248,19 @@ def _check_choices(masked: str, alpha: float | None, numbers: dict[str, float | 
             raise ValueError(f"{name}={shorten(number)} is not a number from 0 to 1. Give one.")
 
 
+def _lengths(name: str, turns: Sequence[Sequence[Any]]) -> list[int]:
+    """R of each turn."""
+    try:
+        return [len(turn) for turn in turns]
+    except TypeError as error:
+        raise ValueError(f"{name}={shorten(turns)} is not a list for each turn. Give [[…]] for one turn.") from error
+
+
 def _flat(name: str, turns: Sequence[Sequence[float]], lengths: list[int], read: Iterable[int]) -> list[float]:
     """The numbers of all turns, finite where they are read."""
-    if [len(turn) for turn in turns] != lengths:
+    if (given := _lengths(name, turns)) != lengths:
         raise ValueError(
-            f"{name} have {[len(turn) for turn in turns]} entries and loss_masks {lengths}. Give one per response "
-            "token of each turn."
+            f"{name} have {given} entries and loss_masks {lengths}. Give one per response token of each turn."
         )
     flat = [plain(number) for turn in turns for number in turn]
     for k in read:

@@ -70,6 +70,7 @@ class RolloutWriter:
         self, path: str | Path, *, if_exists: Literal["refuse", "append", "replace"] = "refuse", version: int = 1
     ):
         path, self._version = Path(path), version
+        self.needed_version = VERSIONS[0]  # the first one with all fields that were written
         if version not in VERSIONS:
             raise ValueError(f"version={shorten(version)} is none of {', '.join(map(str, VERSIONS))}. Choose one.")
         if if_exists not in ("refuse", "append", "replace"):
@@ -91,7 +92,9 @@ class RolloutWriter:
 
     def write(self, samples: Sequence[Sample]) -> None:
         """Append samples, all or none. They need `step`, `prompt_id`, `rollout_id` and, for the objective, `reward`."""
-        self._put([_encoded_sample(sample, self._version) for sample in samples])
+        encoded = [_encoded_sample(sample, self._version) for sample in samples]
+        self._put([line for line, _ in encoded])
+        self.needed_version = max([self.needed_version, *(version for _, version in encoded)])
 
     def close(self) -> None:
         """Close the file."""
@@ -113,12 +116,6 @@ class RolloutWriter:
             ) from error
 
 
-def version_of(samples: Sequence[Sample]) -> int:
-    """The first version of the format with all their fields."""
-    later = [(field.since, name) for name, field in FIELDS.items() if field.since > VERSIONS[0]]
-    return max((since for since, name in later if any(_has(sample, name) for sample in samples)), default=VERSIONS[0])
-
-
 def lower_version(path: str | Path, version: int) -> None:
     """Write an older version into the header of a complete file whose samples do not need a newer one.
 
@@ -128,12 +125,6 @@ def lower_version(path: str | Path, version: int) -> None:
         length = len(file.readline())
         file.seek(0)
         file.write(_encoded({"format": FORMAT, "version": version}).rstrip().ljust(length - 1))
-
-
-def _has(sample: Sample, name: str) -> bool:
-    if name == "term":
-        return sample.term != POLICY
-    return bool(sample.masks) if name == "masks" else getattr(sample, name) is not None
 
 
 def _check_appendable(path: Path, if_exists: str) -> int:
@@ -171,12 +162,14 @@ def sample_of(record: dict, sample_id: str) -> Sample:
     return Sample.build(**given, sample_id=sample_id, extra=extra)
 
 
-def _encoded_sample(sample: Sample, version: int) -> bytes:
+def _encoded_sample(sample: Sample, version: int) -> tuple[bytes, int]:
+    """The line of a sample, and the first version of the format with all its fields."""
     record = _record_of(sample)
-    if newer := [name for name in record if name in FIELDS and FIELDS[name].since > version]:
+    since = {name: FIELDS[name].since for name in record if name in FIELDS}
+    if newer := [name for name in since if since[name] > version]:
         raise ValueError(
             f"sample {sample.sample_id} has {newer[0]}, which version {version} of the file does not have. Open it "
-            f"with RolloutWriter(…, version={FIELDS[newer[0]].since})."
+            f"with RolloutWriter(…, version={since[newer[0]]})."
         )
     try:
         line = _encoded(record)
@@ -190,7 +183,7 @@ def _encoded_sample(sample: Sample, version: int) -> bytes:
             f"sample {sample.sample_id} would be a line of {len(line)} bytes, and no reader takes more than "
             f"{lines.MAX_LINE_BYTES}. Give hidden states in bfloat16, or cut the sample."
         )
-    return line
+    return line, max(since.values())
 
 
 def _record_of(sample: Sample) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def raw_lines(
                 if update is not None:
                     update(done)
     except (OSError, UnicodeEncodeError, EOFError, zlib.error) as error:  # the latter two of a damaged archive
-        message = f"{shown}: cannot be read ({reason_of(error)}). Give an existing rollout file."
+        message = f"{shown}: cannot be read ({reason_of(error)}). Give an existing file."
         raise RolloutFileError(message) from error
 
 
@@ -91,10 +91,10 @@ def parse_line(line: bytes, where: str) -> dict:
             f"{where}: is not UTF-8 (byte {error.start}), so it cannot be read. Re-export it."
         ) from error
     except (ValueError, RecursionError) as error:
-        why = "was the file cut short?"
+        fix = "Write one object per line, without empty lines."
         if not line.endswith(b"\n"):
-            why += " The line has no end: if its writer was killed, delete it."
-        raise RolloutFileError(f"{where}: is not one JSON object per line ({error}); {why}") from error
+            fix = "The line has no end: if its writer was killed, delete it."
+        raise RolloutFileError(f"{where}: is not one JSON object per line ({error}). {fix}") from error
     if not isinstance(record, dict):
         raise RolloutFileError(f"{where}: is a JSON {type(record).__name__}, not an object. Write one object per line.")
     return record

@@ -1,9 +1,10 @@
 """Text from outside (ids, paths, field names), as error messages and log lines may show it."""
 
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 _LONGEST = 120  # characters
+_LONGEST_NAME, _MOST_NAMES = 64, 24  # of a list
 
 
 def printable(text: str, *, limit: int | None = _LONGEST) -> str:
@@ -17,27 +18,24 @@ def show_path(path: object) -> str:
     return printable(str(path), limit=None)
 
 
+def listed(names: Iterable[object]) -> str:
+    """Names for a message: the first ones, and how many more there are."""
+    shown = [printable(str(name), limit=_LONGEST_NAME) for name in names]
+    return ", ".join(shown[:_MOST_NAMES]) + f" and {len(shown) - _MOST_NAMES} more" * (len(shown) > _MOST_NAMES)
+
+
 def reason_of(error: BaseException | None) -> object:
     """The system's words for an error, or the error itself."""
     return getattr(error, "strerror", None) or error
 
 
 def shorten(value: object) -> str:
-    """A value as messages show it."""
+    """A value as messages show it; only the beginning of its text is made, which may be very long or endless."""
     try:
-        return printable(_start(value).replace("\n", ""))  # a tensor's text has several lines
+        start = "".join(islice(_pieces(value), 3 * _LONGEST))  # at most every second piece is empty
+        return printable(start.replace("\n", ""))  # a tensor's text has several lines
     except Exception:  # an integer of too many digits, a user's class
         return f"a {type(value).__name__} without a text"
-
-
-def _start(value: object) -> str:
-    """The first characters of a value's text, as many as are shown: a list that contains itself has an endless text."""
-    text = ""
-    for piece in _pieces(value):
-        text += piece
-        if len(text) > _LONGEST:
-            break
-    return text
 
 
 def _pieces(value: object) -> Iterator[str]:
@@ -46,12 +44,13 @@ def _pieces(value: object) -> Iterator[str]:
         opening, closing = "[]" if type(value) is list else "()"
         yield opening
         for i, item in enumerate(value):
-            yield from _pieces(item) if i == 0 else chain((", ",), _pieces(item))
+            yield ", " * (i > 0)
+            yield from _pieces(item)
         yield f",{closing}" if closing == ")" and len(value) == 1 else closing
     elif isinstance(value, dict):
         yield "{"
         for i, (key, item) in enumerate(value.items()):
-            yield f"{', ' * (i > 0)}"
+            yield ", " * (i > 0)
             yield from _pieces(key)
             yield ": "
             yield from _pieces(item)

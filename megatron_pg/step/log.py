@@ -1,15 +1,15 @@
 """A finished step as a record for files and as lines for people."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_pg.declarations.loss_terms import SHORTHANDS
-from megatron_pg.metrics import Reduction
 from megatron_pg.metrics.advice import Advice
 from megatron_pg.metrics.limits import red_flags
 from megatron_pg.metrics.reporting import console_line, red_flag_line
 from megatron_pg.plan.plan import StepPlan
+from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.findings import StepReport
 
 
@@ -49,14 +49,16 @@ class Console:
         self._flagged: set[str] = set()  # metrics whose red flag was reported
         self._advice: Advice | None = None
 
-    def begin(self, report: StepReport, metrics: Reduction, advice: Advice | None = None) -> None:
+    def begin(self, report: StepReport, settings: LossSettings, history: Iterable[Mapping[str, Any]] = ()) -> None:
         """Print the counts of the first step, which show wrong ids, and the absent metrics.
 
-        `advice` follows all steps of the run, including those before this process; None: no advice.
+        `history` are the records of the run before this process, which advice follows, too.
         """
-        self._advice = advice
+        self._advice = Advice(history) if settings.warns_of_mismatch else None
         self._say(f"first step: {units_of(report.plan)}")
-        lacking = metrics.lacking(report.metrics) if report.plan.num_tokens else {}  # of the objective's samples
+        lacking = (
+            settings.metrics.lacking(report.metrics) if report.plan.num_tokens else {}
+        )  # of the objective's samples
         for field, names in lacking.items():
             self._say(f"metrics {', '.join(names)} are absent: the samples have no {field}")
 

@@ -172,3 +172,16 @@ def test_a_file_that_is_not_a_text_is_named(call, tmp_path, monkeypatch):
     assert "job.txt: is larger than 16777216 bytes. Keep only" in call("validate", " " * (2**24 + 1))[2]
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["explain", "--args-file", "-"]) == 2
+
+
+ARRAYS = f"M=(--calculate-per-token-loss)\nG=({EXTERNAL} --pg-temperature 2)\ntorchrun t.py "
+
+
+def test_flags_of_an_array_are_not_taken_for_those_of_the_job(call, explained):
+    """The array is a part of the job's flags, so a verdict on it alone would be about another job."""
+    code, out, err = call("validate", ARRAYS + '"${M[@]}" "${G[@]}"')
+    assert (code, out) == (2, "")
+    assert "job.txt: line 3 has the unexpanded variable ${M[@]}. Use the line that `set -x` prints." in err
+    said = explained(f"{ARRAYS}{EXTERNAL} --pg-temperature 3")
+    assert (said["source"], said["arguments"]["pg_temperature"]) == ("job.txt, line 3", 3.0)
+    assert explained(f"G=({EXTERNAL} --pg-temperature 2)\nmkdir $X")["arguments"]["pg_temperature"] == 2.0

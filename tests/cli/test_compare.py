@@ -186,6 +186,16 @@ def test_units_that_cannot_be_counted_are_named(records, message, tmp_path, cli)
     assert message in cli.refused("compare", write(tmp_path / "r.jsonl", records))
 
 
+def test_samples_of_a_critic_and_weights_of_tokens_are_refused(tmp_path, cli):
+    critics = {"values": [0.0, 0.0], "returns": [0.0, 0.0], "rollout_id": "c"}
+    records = [{name: RECORD[name] for name in RECORD if name not in ("advantage", "old_logprobs")} | critics, RECORD]
+    message = cli.refused("compare", write(tmp_path / "r.jsonl", records, HEADER | {"version": 3}))
+    assert "r.jsonl: sample r.jsonl:2 has no advantage, and gradient mass is w·|A|." in message
+    weighted = [RECORD | {"token_weights": [1.0, 2.0]}]
+    message = cli.refused("compare", write(tmp_path / "r.jsonl", weighted, HEADER | {"version": 3}))
+    assert "r.jsonl: sample r.jsonl:2 has token_weights, and the comparison counts tokens." in message
+
+
 def test_samples_of_other_terms_are_not_the_objectives(tmp_path):
     """No aggregation of the objective counts them, even if they have advantages."""
     header = HEADER | {"version": 3}
@@ -214,7 +224,7 @@ BAD_OPTIONS = {
     "--divisor 0": "not finite and > 0",
     "--divisor inf": "not finite and > 0",
     "--divisor x": "invalid float value: 'x'",
-    "--divisor 1e300": "not finite and > 0",  # 1/L is not a float32
+    "--divisor 1e300": "--divisor 1e+300 is not finite and > 0, or 1/L is not a normal float32",
     "--top -1": "--top -1 is negative",
     "--output out.gif": "the suffix is not one of .png, .svg, .pdf",
     "--output nowhere/out.png": "its folder does not exist",
@@ -275,11 +285,19 @@ def without_packages(command: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=processes.PACKAGE)
 
 
-def test_without_a_package_there_is_a_message_and_the_help():
+def test_without_a_package_there_is_a_message_and_the_help(tmp_path):
     done = without_packages("compare x")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("megatron-pg compare: compare needs torch, which is not installed")
     assert done.stderr.count("\n") == 1
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    command = [sys.executable, "-m", "megatron_pg", "compare", "x"]
+    done = subprocess.run(command, env=processes.environment(tmp_path), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "megatron-pg compare: compare needs torch, which cannot be imported (OSError: libcudart.so.12: cannot open "
+        "shared object file). Repair the installation; megatron-pg doctor checks it.\n"
+    )
     done = without_packages("compare --help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "--divisor L" in done.stdout

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import pickle
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -236,6 +237,24 @@ def test_a_teacher_comes_along(save, convert):
     taught = [{**one, "teacher_log_probs": [-0.1, -0.2, -0.3]} for one in SLIME]
     samples = convert(f"--format slime {CHOICES}", save(taught)).samples
     assert {tuple(sample.teacher_logprobs.tolist()) for sample in samples} == {(-0.1, -0.2, -0.3)}
+
+
+def test_a_file_that_is_read_is_not_replaced(save, tmp_path, cli):
+    (tmp_path / "link.pt").symlink_to(save())
+    for output in ("12.pt", "link.pt"):
+        words = f"convert --format slime {CHOICES} --overwrite --output", tmp_path / output, tmp_path / "12.pt"
+        assert "is one of the files to read. Give another path." in cli.refused(*words)
+    train = f"convert --format slime --overwrite --train-data {tmp_path}/t --output {tmp_path}/t"
+    (tmp_path / "t").write_text("x")
+    assert "is one of the files to read" in cli.refused(train, tmp_path / "12.pt")
+    assert "--train-data is empty" in cli.refused(
+        "convert --format slime --train-data '' --output a", tmp_path / "12.pt"
+    )
+
+
+def test_a_closed_standard_input_is_named(cli, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "standard input: is closed." in cli.refused("convert --format jsonl --output a -")
 
 
 @pytest.mark.parametrize(

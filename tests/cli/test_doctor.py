@@ -1,6 +1,7 @@
 """`megatron-pg doctor`: verdicts on installations of every kind, and one look at the real one."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -107,6 +108,12 @@ def test_a_probe_that_crashes_or_hangs_is_a_finding(monkeypatch):
     assert doctor._probe("triton").error == "no answer within 0.001 s"
     monkeypatch.setattr(doctor, "_TIMEOUT", 1800)
     assert "KeyError: 'nothing'" in doctor._probe("nothing").error
+
+
+def test_an_error_of_several_lines_is_shown_from_its_first_line(monkeypatch, tmp_path):
+    (tmp_path / "triton.py").write_text("raise RuntimeError('the driver is too old\\nsee the manual')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert doctor._probe("triton").error == "RuntimeError: the driver is too old"
 
 
 def test_this_machine(full):

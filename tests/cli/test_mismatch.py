@@ -11,7 +11,7 @@ from megatron_pg.mismatch.causes import CAUSES
 
 @pytest.fixture
 def write(lines):
-    return lambda name, records: lines([HEADER, *records], name)
+    return lambda name, records: lines([HEADER | {"version": 3}, *records], name)
 
 
 def test_a_temperature_is_named_with_its_estimate_and_what_to_do_in_both_forms(write, cli):
@@ -84,11 +84,16 @@ def test_what_a_level_does(write, cli):
     assert (said["findings"], said["verdict"]) == ([], "unexplained")
 
 
-def test_a_picture(write, cli, tmp_path):
+@pytest.mark.parametrize("change", [{}, {"old_logprobs": [-1.0] * 40, "rollout_logprobs": [-1.0] * 40}])
+def test_a_picture(change, write, cli, tmp_path):
+    """Sides that are equal have no logarithm of their difference, of which matplotlib warns."""
     pytest.importorskip("matplotlib")
-    path = write("r.jsonl", two_sides(random.Random(5), documents=14))
+    path = write("r.jsonl", [record | change for record in two_sides(random.Random(5), documents=14)])
     cli.done("mismatch", path, "--output", tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 1000
+
+
+CRITIC = {"old_logprobs": None, "advantage": None, "values": [0.0] * 40, "returns": [0.0] * 40}
 
 
 @pytest.mark.parametrize(
@@ -96,6 +101,14 @@ def test_a_picture(write, cli, tmp_path):
     [
         ({"rollout_logprobs": None}, "", "has no rollout_logprobs to compare old_logprobs with"),
         ({"loss_mask": [0] * 40}, "", "no token is trained"),
+        ({"term": "sft"}, "", "no sample is of the objective"),
+        (CRITIC, "", "r.jsonl: sample r.jsonl:2 has no old_logprobs to compare. Give samples of a policy."),
+        ({"old_logprobs": [-1e300] * 40}, "", "a log-probability is -1e+300, which is below every float32."),
+        ({}, "--engine ''", "--engine is empty"),
+        ({}, "--engine ,", "--engine ,: '' is not one of temperature=…"),
+        ({}, "--trainer-temperature 1", "mismatch: --trainer-temperature and temperature=… of --engine are compared"),
+        ({}, "--engine temperature=1 --trainer-temperature nan", "mismatch: --trainer-temperature nan is not a finite"),
+        ({}, "--engine temperature=1e-320 --trainer-temperature 1", "its ratio to the engine's 9.99989e-321 is not"),
         ({"worker": "a\nb"}, "", "worker="),
         ({"weight_version": -1}, "", "weight_version=-1 has the wrong type or range"),
         ({}, "--level 0", "--level 0 is not a probability"),

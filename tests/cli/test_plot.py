@@ -54,6 +54,9 @@ def test_metrics_are_chosen_and_misspelled_ones_named(make_run, cli):
     assert "Did you mean grad_norm?" in cli.refused("plot --metrics norm", path)  # a part of it
     assert list(cli.json("plot --metrics ' reward, pg_loss,'", path)["a"]) == ["reward", "pg_loss"]
     assert "--metrics ,: no run has" in cli.refused("plot --metrics ,", path)
+    for flag in ("--metrics", "--output"):
+        assert f"plot: {flag} is empty. Give a value" in cli.refused(f"plot {flag} ''", path)
+    assert "plot: RUNS is empty. Give a value" in cli.refused("plot ''", path)
 
 
 def test_a_metric_of_one_run_only_is_shown_for_both(make_run, cli):
@@ -82,7 +85,7 @@ BAD_FILES = {
     "deep": (b"[" * 100_000 + b"\n", ":1: is not a line of a metrics file"),
     "huge": (b'{"iteration": 1, "a": "' + b"x" * 2**20 + b'"}\n', ":1: is not a line of a metrics file"),
     "a step below 0": (b'{"iteration": -1, "a": 1}\n', ":1: is not a line of a metrics file"),
-    "no metric": (b'{"iteration": 1, "note": "x"}\n', "has no step yet"),
+    "no metric": (b'{"iteration": 1, "note": "x"}\n', "has no metric with a finite number yet"),
 }
 
 

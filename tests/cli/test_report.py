@@ -162,6 +162,18 @@ def test_the_first_and_the_last_prompt_of_the_conversations_are_shown(make_run, 
     assert len(shown[1]) < 3100
 
 
+def test_conversations_that_cannot_be_read_are_not_a_page_that_cannot_be_written(make_run, cli, tmp_path, monkeypatch):
+    folder = make_run("a", steps(0.0, 1.0))
+    (folder / "conversations.txt").write_text("x")
+
+    def refused(path, **_):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    message = cli.refused("report", folder, "--output", tmp_path / "r.html")
+    assert f"report: {folder}/conversations.txt: Permission denied." in message
+
+
 def test_noise_is_no_signal_and_long_runs_keep_their_extremes():
     flat = figure_of("kl_new_old", {"a": {1: 1e-17, 2: 3e-17}}, {"a": ("solid", "#000")}, 0.6)
     low, high = flat.layout.yaxis.range
@@ -187,8 +199,10 @@ def test_what_cannot_be_reported_is_refused(make_run, cli, tmp_path):
     path = make_run("a", [{"reward": 1.0}])
     for words, message in [
         ((path, "--smooth 1"), "argument --smooth: '1' is not a weight of the past"),
+        ((path, "--metrics ''"), "--metrics is empty"),
+        ((path, "--overwrite --output", path / "metrics.jsonl"), "metrics.jsonl: the suffix is not .html."),
         ((path, "--metrics rewards"), "Did you mean reward?"),
         ((tmp_path / "none",), "cannot be read"),
         (("/dev/null",), "/dev/null: has no step yet"),
     ]:
-        assert message in cli.refused("report", *words, "--output", tmp_path / "r.html")
+        assert message in cli.refused("report --output", tmp_path / "r.html", *words)

@@ -8,6 +8,7 @@ from pathlib import Path
 import dumps_of_others as dumps
 import hostile
 import pytest
+import rollout_files
 import torch
 from hostile import Mutator
 from rollout_files import HEADER, RECORD
@@ -76,9 +77,21 @@ def verl_rows() -> list[dict]:
     return [row | lists for row in rows]
 
 
+def two_sides_rows() -> list[dict]:
+    """Samples with everything that `mismatch` reads."""
+    topk = {"ids": [[3, 4]] * 12, "logprobs": [[-0.5, -1.5]] * 12}
+    origin = {"rollout_topk": topk, "weight_version": [0] * 6 + [1] * 6, "worker": "w", "data_parallel_rank": 0}
+    rows = rollout_files.two_sides(random.Random(0), documents=14, x_node="n", **origin)
+    lists = ("tokens", "loss_mask", "old_logprobs", "rollout_logprobs")
+    short = [row | {name: row[name][: 12 + (name == "tokens")] for name in lists} for row in rows]
+    return [HEADER | {"version": 3}, *(row | {"response_length": 12} for row in short)]
+
+
 NEMO = "convert --format nemo_rl --group-size"
+MISMATCH = "mismatch --by x_node --engine temperature=0.7,top_p=0.9 --trainer-temperature"
 TEXTS = {  # records, and the commands that read them
     "rollouts.jsonl": (ROLLOUTS, ["compare", "compare --json", "compare --divisor 1e30 --top 1"]),
+    "sides.jsonl": (two_sides_rows(), ["mismatch", f"{MISMATCH} 1", f"{MISMATCH} 0.7 --json"]),
     "metrics.jsonl": (METRICS, ["plot", "plot --json --x tokens", "plot --smooth 0.9 --x tokens"]),
     "verl.jsonl": (verl_rows(), [f"convert --format verl --advantage {rule}" for rule in ("rloo", "max_rl", "reward")]),
     "train_data_step7.jsonl": (dumps.NEMO, [f"{NEMO} 2", f"{NEMO} 3 --json"]),
@@ -105,8 +118,15 @@ def test_a_file_of_text(name, full, evidence):
 @pytest.mark.proof(FILES)
 def test_a_picture_or_page_of_a_file(full, evidence):
     def words(rng: random.Random) -> list[str]:
-        command, output = rng.choice([("compare", "a.png"), ("plot", "a.svg"), ("plot", "a.png"), ("report", "a.html")])
-        name = "rollouts.jsonl" if command == "compare" else "metrics.jsonl"
+        pictures = (
+            ("compare", "a.png"),
+            ("plot", "a.svg"),
+            ("plot", "a.png"),
+            ("report", "a.html"),
+            ("mismatch", "a.png"),
+        )
+        command, output = rng.choice(pictures)
+        name = {"compare": "rollouts.jsonl", "mismatch": "sides.jsonl"}.get(command, "metrics.jsonl")
         Path(name).write_bytes(Mutator(rng).text(TEXTS[name][0], changes=rng.choice([1, 2])))
         return [command, name, "--output", output, "--overwrite"]
 

@@ -157,7 +157,7 @@ def test_without_options_the_loss_is_what_verls_actor_says(given, ours, text):
     """An option takes the place of what verl has by default."""
     args, rows = arguments(**given)
     assert {name: getattr(args, name) for name in ours} == ours
-    assert text in dict(rows).get("inherited", "")
+    assert text in rows.get("inherited", "")
 
 
 @of_gspo
@@ -200,22 +200,23 @@ def batch(**changes) -> Batch:
 
 
 def test_rows_become_samples_and_filling_rows_nothing():
-    sample, filling = samples_of(batch())
-    assert filling is None
+    found = samples_of(batch())
+    assert [*found] == [0]
+    sample = found[0]
     assert (sample.prompt_id, sample.rollout_id, sample.reward) == ("a", "a/3", 2.0)
     assert sample.loss_mask.tolist() == [True, False]
     assert sample.tokens.tolist() == [1, 2, 3]
 
 
 def test_a_row_that_trains_a_token_is_a_sample_with_any_uid_and_a_reward_is_the_sum_of_its_scores():
-    sample, filling = samples_of(batch(uid=Column(["padlock", "pad1"]), rm_scores=nested([0.5, 2.0], [0.0])))
-    assert (sample.prompt_id, sample.reward, filling) == ("padlock", 2.5, None)
+    found = samples_of(batch(uid=Column(["padlock", "pad1"]), rm_scores=nested([0.5, 2.0], [0.0])))
+    assert {row: (sample.prompt_id, sample.reward) for row, sample in found.items()} == {0: ("padlock", 2.5)}
 
 
 def test_without_sessions_every_row_is_a_rollout_and_a_masked_sample_counts():
     rows = batch(uid=Column(["a", "b"]))
     del rows["session_id"], rows["rm_scores"]
-    found = samples_of(rows)
+    found = samples_of(rows).values()
     assert [(each.prompt_id, each.rollout_id, each.reward) for each in found] == [("a", None, None), ("b", None, None)]
 
 

@@ -53,7 +53,7 @@ def test_two_independent_errors_arrive_in_one_exception():
         "megatron_pg found 2 problem(s) in the arguments:",
         "  [E3] --loss-aggregation 'dr_grpo' is not one of sample_mean, prompt_mean, token_mean, constant, turn_mean; "
         "did you mean constant?",
-        "  [E24] --pg-temperature must be finite and > 0, got 0.0",
+        "  [E24] --pg-temperature must be finite and > 0 as a normal float32, got 0.0",
     ]
 
 

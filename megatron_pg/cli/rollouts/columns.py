@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_pg.cli.terminal import InputError
 from megatron_pg.rollouts.fields import FIELDS, POLICY, REQUIRED, REQUIRED_OF_ALL
-from megatron_pg.rollouts.printable import printable
+from megatron_pg.rollouts.printable import listed, printable
 
 FORMATS = {  # format -> the options that have an effect on it
     "slime": ("reward_key", "old_logprobs", "advantage", "train_data"),
@@ -43,7 +43,6 @@ _OPTIONS = {  # field -> the options that give it, and their spelling
     },
     "advantage": {"advantage": "--advantage RULE", "train_data": "--train-data FILE"},
 }
-_MOST_NAMES = 24  # of columns that a message lists
 _CLOSE = 0.85  # similarity of a misspelled column to the name of a field
 
 
@@ -108,7 +107,7 @@ def missing_fields(fields: Sequence[str], row: Row, options: argparse.Namespace)
     names = [
         f"{field} (no value in column {printable(chosen[field])})" if field in chosen else field for field in fields
     ]
-    there = f" Unused columns: {names_of(row.unused)}." if row.unused else ""
+    there = f" Unused columns: {listed(row.unused)}." if row.unused else ""
     ways = "; ".join(_ways(field, row, options) for field in fields)
     meant = "".join(f" --column {field}={printable(name)}" for field, name in _meant(fields, row.unused).items())
     hint = f" Did you mean{meant}?" if meant else ""
@@ -144,9 +143,3 @@ def misspelled_columns(rows: Iterable[Row]) -> dict[str, str]:
     kinds = {(tuple(name for name in FIELDS if row.record.get(name) is None), row.unused) for row in rows}
     pairs = [pair for absent, unused in kinds for pair in _meant(absent, unused).items()]
     return {column: field for field, column in pairs if field in FIELDS}
-
-
-def names_of(record: Iterable[Any]) -> str:
-    """The names of columns or keys, for messages."""
-    names = [printable(str(key), limit=32) for key in record]
-    return ", ".join(names[:_MOST_NAMES]) + f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)

@@ -66,7 +66,10 @@ def run(options: argparse.Namespace) -> int:
     if options.top < 0:
         raise InputError(f"--top {options.top} is negative. Give 0 or more.")
     if options.divisor is not None and not is_usable_divisor(options.divisor):
-        raise InputError(f"--divisor {options.divisor:g} is not finite and > 0. Give a number of tokens.")
+        raise InputError(
+            f"--divisor {options.divisor:g} is not finite and > 0, or 1/L is not a normal float32. Give a number of "
+            "tokens."
+        )
     check_picture(options)
     rows, tallies = digest_rollouts(options.rollouts)
     if not rows:
@@ -97,13 +100,13 @@ def digest_rollouts(path: str | Path) -> tuple[list[Row], Tallies]:
             tally["samples"] += 1
             tally["rollouts"].add((sample.step, sample.rollout_id))
             tally["trained_tokens"] += int(mask.sum())
-        if sample.term != POLICY or sample.advantages is None:
+        if sample.term != POLICY:
             continue
+        where = f"{show_path(path)}: sample {sample.sample_id}"
+        if sample.advantages is None:  # of a critic
+            raise InputError(f"{where} has no advantage, and gradient mass is w·|A|. Give samples of a policy.")
         if sample.token_weights is not None:
-            raise InputError(
-                f"{show_path(path)}: sample {sample.sample_id} has token_weights, and the comparison counts tokens. "
-                "Remove the field."
-            )
+            raise InputError(f"{where} has token_weights, and the comparison counts tokens. Remove the field.")
         advantages = sample.advantages[sample.loss_mask]
         sums = float(advantages.sum()), float(advantages.abs().sum())
         rows.append(Row(*ids, sample.response_length, len(advantages), *sums))
@@ -210,19 +213,21 @@ def by_prompt(rows: Sequence[Row], comparisons: Comparisons) -> list[Unit]:
 
 def _units(rows: Sequence[Row], comparisons: Comparisons, keys: Sequence[Hashable]) -> dict[Any, Unit]:
     """The rows of each key, as one unit without a name."""
-    units: dict[Any, Unit] = {}
-    for key, row in zip(keys, rows, strict=True):
-        unit = units.setdefault(key, {"samples": 0, "trained_tokens": 0, "share": {}})
-        unit["samples"] += 1
-        unit["trained_tokens"] += row.trained
-    for mode, comparison in comparisons.items():
-        masses: dict[Any, list[float]] = {key: [] for key in units}
-        for key, mass in zip(keys, comparison.masses, strict=True):
-            masses[key].append(mass)
-        total = math.fsum(comparison.masses)  # 0 if all advantages are
-        for key, unit in units.items():
-            unit["share"][mode] = math.fsum(masses[key]) / total if total else None
-    return units
+    members: dict[Any, list[int]] = {}
+    for i, key in enumerate(keys):
+        members.setdefault(key, []).append(i)
+    totals = {mode: math.fsum(comparison.masses) for mode, comparison in comparisons.items()}  # 0 if all advantages are
+    return {
+        key: {
+            "samples": len(inside),
+            "trained_tokens": sum(rows[i].trained for i in inside),
+            "share": {
+                mode: math.fsum(comparisons[mode].masses[i] for i in inside) / total if total else None
+                for mode, total in totals.items()
+            },
+        }
+        for key, inside in members.items()
+    }
 
 
 def _effective(shares: Sequence[float | None]) -> float | None:

@@ -51,10 +51,10 @@ def run(options: argparse.Namespace) -> int:
     """Convert the dumps; on an error no file is written."""
     _check_options(options)
     check_output(options.output, overwrite=options.overwrite)
-    from megatron_pg.rollouts.file import RolloutWriter, lower_version, version_of
+    from megatron_pg.rollouts.file import RolloutWriter, lower_version
 
     units: dict[Any, tuple[int, str]] = {}
-    count, needed, notes = 0, VERSIONS[0], list[str]()
+    count, notes = 0, list[str]()
     with (
         written_whole(options.output, overwrite=options.overwrite) as scratch,
         progress("converting", len(options.dumps), lambda n: f"{n} files") as update,
@@ -73,10 +73,10 @@ def run(options: argparse.Namespace) -> int:
                     raise
                 except ValueError as error:
                     raise InputError(f"{shown}: {error}") from error
-                count, needed = count + len(samples), max(needed, version_of(samples))
+                count += len(samples)
                 notes += [f"{shown}: {note}" for note in dump_notes]
                 update(number)
-        lower_version(scratch, needed)
+        lower_version(scratch, writer.needed_version)
     prompts, steps = sum(kind == "prompt_id" for kind, _ in units), sorted({step for step, _ in units.values()})
     if options.json:
         show_json({"output": options.output, "samples": count, "prompts": prompts, "steps": steps, "notes": notes})
@@ -260,7 +260,11 @@ def _check_options(options: argparse.Namespace) -> None:
         raise InputError(f"--group-size {options.group_size} is not a number of samples. Give 1 or more.")
     if options.step is not None and options.step < 0:
         raise InputError(f"--step {options.step} is negative. Give 0 or more.")
-    _check_copies([path for path in options.dumps if os.path.isfile(path)])
+    files = [path for path in options.dumps if os.path.isfile(path)]
+    _check_copies(files)
+    for path in [*files, *([options.train_data] if options.train_data else [])]:
+        if os.path.exists(path) and os.path.exists(options.output) and os.path.samefile(path, options.output):
+            raise InputError(f"--output {show_path(options.output)} is one of the files to read. Give another path.")
 
 
 def _check_copies(paths: Sequence[str]) -> None:

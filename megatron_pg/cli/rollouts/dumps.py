@@ -11,22 +11,20 @@ import gzip
 import json
 import operator
 import re
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from itertools import chain, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_pg.cli.rollouts.columns import COLUMNS, PAIR, Row, check_complete, columns_of, missing_fields, names_of
-from megatron_pg.cli.terminal import InputError, opened, show_path
+from megatron_pg.cli.rollouts.columns import COLUMNS, PAIR, Row, check_complete, columns_of, missing_fields
+from megatron_pg.cli.terminal import InputError, opened, show_path, standard_input
 from megatron_pg.rollouts.fields import FIELDS, is_int, plain
 from megatron_pg.rollouts.lines import raw_lines, unique_keys
-from megatron_pg.rollouts.printable import printable, shorten
+from megatron_pg.rollouts.printable import listed, printable, shorten
 
 
 class Names:
@@ -51,7 +49,7 @@ def _field(record: Any, name: str, where: str) -> Any:
     if not isinstance(record, Mapping):
         raise _foreign(where, f"is a {type(record).__name__}, not a sample with fields")
     if name not in record:
-        raise _foreign(where, f"has no field {name!r}, which this format requires (it has: {names_of(record)})")
+        raise _foreign(where, f"has no field {name!r}, which this format requires (it has: {listed(record)})")
     return record[name]
 
 
@@ -124,9 +122,7 @@ def _slime_row(sample: Any, step: int, where: str, reward_key: str | None) -> Ro
 def _reward(reward: Any, where: str, key: str | None) -> Any:
     if isinstance(reward, Mapping):
         if key not in reward:
-            raise InputError(
-                f"{where}: its reward has several parts ({names_of(reward)}). Choose one with --reward-key."
-            )
+            raise InputError(f"{where}: its reward has several parts ({listed(reward)}). Choose one with --reward-key.")
         reward = reward[key]
     elif key is not None:
         raise InputError(f"{where}: its reward {shorten(reward)} has no parts. Leave --reward-key out.")
@@ -321,7 +317,7 @@ def read_jsonl(path: str, options: argparse.Namespace, names: Names) -> list[Row
         first = printable(next(f"{field}={name}" for field, name in chosen.items() if name in absent))
         raise InputError(
             f"--column {first}: no line of {show_path(path)} has this column. The first line has: "
-            f"{names_of(rows[0].unused)}. Correct it."
+            f"{listed(rows[0].unused)}. Correct it."
         )
     if options.group_size is not None:
         _group_rows(rows, options.group_size, show_path(path), names)
@@ -409,7 +405,7 @@ def _json_lines(path: str) -> Iterator[tuple[Any, str]]:
 def _open_text(path: str, mode: str) -> Any:
     """A file, a compressed file (.gz), or standard input (-)."""
     if path == "-":
-        return nullcontext(sys.stdin.buffer)
+        return standard_input()
     return gzip.open(path, mode) if path.endswith(".gz") else open(path, mode)
 
 

@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     by = "custom field (x_…) whose groups are compared, in addition to worker, data_parallel_rank and file; repeatable"
     parser.add_argument("--by", action="append", metavar="FIELD", help=by)
     engine = "sampling settings of the engine: temperature, top_p, top_k; such as temperature=0.7,top_p=0.95"
-    parser.add_argument("--engine", default="", metavar="NAME=VALUE[,...]", help=engine)
+    parser.add_argument("--engine", metavar="NAME=VALUE[,...]", help=engine)
     trainer = "temperature of the trainer's log-probabilities (--pg-temperature); needs --engine temperature=…"
     parser.add_argument("--trainer-temperature", type=float, metavar="T", help=trainer)
     add_picture_options(parser)
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         settings = Settings.parse(options.engine, options.trainer_temperature)
     except ValueError as error:
-        raise InputError(f"--engine {options.engine}: {error}. Correct it.") from error
+        raise InputError(f"{error}.") from error
     gap = read_gap(options.rollouts, options.by or ())
     diagnosis = diagnose(gap, options.level, settings)
     if options.output:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_pg.cli.terminal import InputError, opened, progress, show_path
 from megatron_pg.rollouts.fields import is_int, is_number
-from megatron_pg.rollouts.printable import printable, shorten
+from megatron_pg.rollouts.printable import listed, printable, shorten
 
 _MAX_LINE = 2**20  # bytes; a step's metrics are a few kilobytes
 _LARGEST = 1e300  # of a value, so that sums are finite
@@ -87,7 +87,8 @@ def read_run(path: Path) -> Run:
             _add_step(run, line, f"{shown}:{number}")
             update(size := size + len(line))  # a pipe has no position
     if not run.curves:
-        raise InputError(f"{shown}: has no step yet. Wait for the first one.")
+        what = "metric with a finite number" if size else "step"
+        raise InputError(f"{shown}: has no {what} yet. Wait for the first one.")
     run.curves = {name: dict(sorted(curve.items())) for name, curve in run.curves.items()}
     return run
 
@@ -137,8 +138,7 @@ def requested_metrics(text: str, runs: Mapping[str, Run]) -> list[str]:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
             close = close or [metric for metric in known if name and name in metric][:3]
             close = close or difflib.get_close_matches(name, known, n=1)
-            available = ", ".join(map(printable, known[:20]))
-            hint = f"Did you mean {' or '.join(map(printable, close))}?" if close else f"Available: {available}."
+            hint = f"Did you mean {' or '.join(map(printable, close))}?" if close else f"Available: {listed(known)}."
             raise InputError(f"--metrics {printable(name)}: no run has this metric. {hint}")
     return list(dict.fromkeys(names))
 

@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_pg.cli.terminal import InputError, check_output, show_path, written_whole
-
-SUFFIXES = (".png", ".svg", ".pdf")
+from megatron_pg.cli.terminal import InputError, check_output, written_whole
 
 
 def add_picture_options(parser: argparse.ArgumentParser) -> None:
@@ -22,11 +20,7 @@ def check_picture(options: argparse.Namespace) -> None:
     """Refuse a picture that cannot be made, before any work is done."""
     if not options.output:
         return
-    if Path(options.output).suffix.lower() not in SUFFIXES:
-        raise InputError(
-            f"{show_path(options.output)}: the suffix is not one of {', '.join(SUFFIXES)}. Give one of them."
-        )
-    check_output(options.output, overwrite=options.overwrite)
+    check_output(options.output, overwrite=options.overwrite, suffixes=(".png", ".svg", ".pdf"))
     try:
         import matplotlib
     except Exception as error:  # missing or broken
@@ -45,9 +39,10 @@ def picture(
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False)
-    yield figure, axes
-    with written_whole(options.output, overwrite=options.overwrite) as scratch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about letters that a font lacks, or a slow machine
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about a logarithm of 0, letters that a font lacks, or a slow machine
+        yield figure, axes
         figure.tight_layout()
-        figure.savefig(scratch, format=Path(options.output).suffix[1:].lower(), dpi=110)
+        with written_whole(options.output, overwrite=options.overwrite) as scratch:
+            figure.savefig(scratch, format=Path(options.output).suffix[1:].lower(), dpi=110)
     plt.close(figure)

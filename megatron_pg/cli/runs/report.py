@@ -5,7 +5,7 @@ its script is in the page.
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_pg.cli.runs.curves import Run, add_run_options, metrics_of, read_runs, requested_metrics
@@ -36,10 +36,11 @@ def run(options: argparse.Namespace) -> int:
         raise InputError("--output is not given. Give a file for the page, or --json for the red flags alone.")
     if options.output is None and options.metrics:
         raise InputError(f"--metrics {printable(options.metrics)} selects curves of the page. Give --output as well.")
-    page = None if options.output is None else _page(options)
+    if options.output is not None:
+        _check_page(options)
     runs = read_runs(options.runs)
     flags = [flag for label, one_run in runs.items() for flag in red_flags(label, one_run)]
-    names = [] if page is None else _write(page, options, runs, flags)
+    names = [] if options.output is None else _write(options, runs, flags)
     if options.json:
         show_json(flags)
         return 0
@@ -51,31 +52,30 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _write(
-    page: Callable[..., str], options: argparse.Namespace, runs: Mapping[str, Run], flags: Sequence[Mapping[str, Any]]
-) -> list[str]:
+def _write(options: argparse.Namespace, runs: Mapping[str, Run], flags: Sequence[Mapping[str, Any]]) -> list[str]:
     """Write the page; the metrics that it shows."""
+    from megatron_pg.cli.runs.report_page import page  # imports plotly
+
     if options.metrics:
         names = requested_metrics(options.metrics, runs)
     else:
         names = list(dict.fromkeys([*_default_metrics(runs), *(flag["metric"] for flag in flags)]))
     curves = {name: {label: one_run.curves.get(name, {}) for label, one_run in runs.items()} for name in names}
+    text = page(curves, runs, _objectives(runs), [_cells(flag) for flag in flags], smoothing=options.smooth)
     with written_whole(options.output, overwrite=options.overwrite) as scratch:
-        text = page(curves, runs, _objectives(runs), [_cells(flag) for flag in flags], smoothing=options.smooth)
         scratch.write_text(text, encoding="utf-8", errors="backslashreplace")  # names come from files
     return names
 
 
-def _page(options: argparse.Namespace) -> Callable[..., str]:
-    """What makes the page, if it can be written."""
-    check_output(options.output, overwrite=options.overwrite)
+def _check_page(options: argparse.Namespace) -> None:
+    """Refuse a page that cannot be made, before any work is done."""
+    check_output(options.output, overwrite=options.overwrite, suffixes=(".html",))
     try:
-        from megatron_pg.cli.runs.report_page import page
+        import megatron_pg.cli.runs.report_page  # noqa: F401
     except Exception as error:  # plotly is missing or broken
         raise InputError(
             f"plotly cannot be imported ({type(error).__name__}: {error}). pip install 'megatron-pg[report]'."
         ) from error
-    return page
 
 
 def red_flags(label: str, run: Run) -> list[dict[str, Any]]:

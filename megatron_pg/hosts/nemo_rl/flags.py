@@ -7,9 +7,10 @@ inherited, and a different value in our options is an error.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_pg.declarations.declaration import flag_of
 from megatron_pg.declarations.objectives import CAP, CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT, WEIGHT_CAP
 from megatron_pg.flags.option_text import Selection
-from megatron_pg.hosts.startup import Answer, Inherited, cut_groups, flag_of, numbers_of
+from megatron_pg.hosts.startup import Answer, Inherited, Unused, cut_groups, numbers_of, place_of, refused
 
 OURS = "megatron_pg"  # the key below `loss_fn` that holds our options
 _NOT_TRUNCATED = 1e9  # above e^20, at which log-ratios are clamped
@@ -47,13 +48,13 @@ _CORRECTIONS = {  # type, and whether importance weights are sequence-level: our
 # Settings of the policy under which NeMo-RL passes log-probabilities to the loss, or reads the logits after it.
 _LOGPROBS = ("megatron_cfg.use_fused_linear_logprobs", "sequence_packing.fuse_loss", "draft.enabled")
 _OF_LOGITS = {"pg_entropy_coef": 0.0, "pg_metrics": "basic", "pg_vocab_size": None, "pg_kernel": "auto"}  # and defaults
-_MAKES_LOGITS = "it computes the logits itself, and NeMo-RL calls a loss after its model has computed them; remove it"
+_MAKES_LOGITS = "computes the logits itself, and NeMo-RL calls a loss after its model has computed them; remove it"
 _NO_EFFECT = {  # our arguments without effect: why
     "fp32_lm_head": _MAKES_LOGITS,
     "pg_fused_head": _MAKES_LOGITS,
-    "pg_temperature": "NeMo-RL has divided the logits by policy.generation.temperature; remove it",
-    "pg_metrics_file": "the metrics go to NeMo-RL's logger as pg/…; remove it",
-    "pg_no_mismatch_advice": "it has no effect, because NeMo-RL's runs give no advice; remove it",
+    "pg_temperature": "is that of the logits, which NeMo-RL has divided by policy.generation.temperature; remove it",
+    "pg_metrics_file": "has no effect, because the metrics go to NeMo-RL's logger as pg/…; remove it",
+    "pg_no_mismatch_advice": "has no effect, because NeMo-RL's runs give no advice; remove it",
 }
 
 
@@ -76,15 +77,15 @@ def answers(loss_fn: Mapping[str, Any], usual: Mapping[str, Any] = {}) -> Iterat
             yield f"{known} an option that megatron_pg does not compute. Set it to its default {usual[option]!r}."
     if weight := loss_fn["positive_example_nll_weight"]:
         yield f"loss_fn.positive_example_nll_weight={weight} has a denominator of one micro-batch. Set it to 0."
-    if not _AGGREGATION & ours.keys():
+    if _AGGREGATION & ours.keys():
+        yield Unused("token_level_loss: the aggregation is given")
+    else:
         mode = "token_mean" if loss_fn["token_level_loss"] else "sample_mean"
         yield Inherited("loss_fn.token_level_loss", "loss_aggregation", mode)
     yield from _of_objective(loss_fn, ours)
     yield from _of_penalty(loss_fn, ours)
     yield from _of_correction(loss_fn, ours)
-    for name, reason in _NO_EFFECT.items():
-        if (value := ours.get(name)) and (name, value) != ("pg_temperature", 1.0):
-            yield f"{flag_of(name)} {value}: {reason}"
+    yield from refused(ours, _NO_EFFECT, {"pg_temperature": 1.0})
 
 
 def _of_objective(loss_fn: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[Answer]:
@@ -97,12 +98,17 @@ def _of_objective(loss_fn: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterat
     reads = set() if ours.get("pg_custom_objective_path") else numbers_of(objective)
     for option, number, plus in _NUMBERS:
         if number in reads and loss_fn[option] is not None:
-            yield Inherited.number(f"loss_fn.{option}{' + 1' * plus}", number, plus + loss_fn[option])
+            yield Inherited(f"loss_fn.{option}{' + 1' * plus}", place_of(number), plus + loss_fn[option])
+    if not {CLIP_EPS_LOW, CLIP_EPS_HIGH} & reads:
+        yield Unused("ratio_clip_min, ratio_clip_max: the objective has no such bounds")
 
 
 def _of_penalty(loss_fn: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[Answer]:
     coefficient = _kl_coefficient(loss_fn)
     yield Inherited("loss_fn.reference_policy_kl_penalty", "pg_kl_coef", coefficient)
+    yield Unused("kl_input_clamp_value, kl_output_clamp_value: the penalty is not clamped")
+    if "pg_kl_estimator" in ours:
+        yield Unused("reference_policy_kl_type: the estimator is given")
     if not coefficient or "pg_kl_estimator" in ours:
         return
     # NeMo-RL weighs k3 by π/sg(π): value k3 and gradient x, which is k2's
@@ -122,8 +128,8 @@ def _of_correction(loss_fn: Mapping[str, Any], ours: Mapping[str, Any]) -> Itera
     if name is not None:
         yield Inherited(f"loss_fn.{option}" + ("" if kind is None else f" with {kind}"), "pg_correction", name)
         low, high = loss_fn[f"{_TIS}_ratio_min"], _NOT_TRUNCATED if kind is None else loss_fn[f"{_TIS}_ratio"]
-        yield Inherited(f"loss_fn.{_TIS}_ratio_min", "pg_correction", 0.0 if low is None else low, option="low")
-        yield Inherited(f"loss_fn.{_TIS}_ratio", "pg_correction", high, option="high")
+        yield Inherited(f"loss_fn.{_TIS}_ratio_min", "pg_correction.low", 0.0 if low is None else low)
+        yield Inherited(f"loss_fn.{_TIS}_ratio", "pg_correction.high", high)
     elif loss_fn[option]:
         yield f"loss_fn.{_TIS}_type={kind!r} has no correction here; give megatron_pg.pg_correction instead"
     elif kind is not None:
@@ -138,19 +144,6 @@ def _of_correction(loss_fn: Mapping[str, Any], ours: Mapping[str, Any]) -> Itera
 
 def _kl_coefficient(loss_fn: Mapping[str, Any]) -> float:
     return 0.0 if loss_fn["use_kl_in_reward"] else loss_fn["reference_policy_kl_penalty"]
-
-
-def not_read(loss_fn: Mapping[str, Any]) -> str:
-    """Options of `loss_fn` without effect on this loss, for the banner."""
-    ours, attributes = given(loss_fn), {flag.attribute for flag in answers(loss_fn) if isinstance(flag, Inherited)}
-    unused = ["kl_input_clamp_value, kl_output_clamp_value: the penalty is not clamped"]
-    if "pg_kl_estimator" in ours:
-        unused.append("reference_policy_kl_type")
-    if not {CLIP_EPS_LOW.attribute, CLIP_EPS_HIGH.attribute} & attributes:
-        unused.append("ratio_clip_min, ratio_clip_max: the objective has no such bounds")
-    if _AGGREGATION & ours.keys():
-        unused.append("token_level_loss: the aggregation is given")
-    return "; ".join(unused)
 
 
 def refused_of_policy(config: Any) -> Iterator[str]:

@@ -33,9 +33,7 @@ def checked(cfg: Any, refused: Sequence[str] = ()) -> CheckedArguments:
         refuse(f"loss_fn has no {', '.join(missing)}, as in {VERSION}; {fix}")
     usual = {name: field.get_default(call_default_factory=True) for name, field in type(cfg).model_fields.items()}
     answers = [*nemo_flags.answers(loss_fn, usual), *refused]
-    arguments = check("NeMo-RL", nemo_flags.given(loss_fn), megatron={}, answers=answers)
-    arguments.rows.append(("without effect", nemo_flags.not_read(loss_fn)))
-    return arguments
+    return check("NeMo-RL", nemo_flags.given(loss_fn), megatron={}, answers=answers)
 
 
 class PolicyGradientLossFn:
@@ -123,13 +121,11 @@ class PolicyGradientLossFn:
 
     def _fields(self, output: Tensor, data: Mapping[str, Any], context: ProcessGroup | None) -> TokenFields:
         """[b · s / C] each, in the order of the output: a token's values are at the position before its own."""
-        reads = ("input_ids", "token_mask", "sample_mask", *FIELDS.values())
+        reads = ("input_ids", "token_mask", "sample_mask", *FIELDS.values(), f"{COLUMN}weights")
         if missing := ", ".join(name for name in reads if name not in data):
-            raise ValueError(f"the rows have no {missing}. Use a release of NeMo-RL that docs/hosts lists.")
-        if COLUMN + "weights" not in data:
             raise ValueError(
-                "the rows have no weights, because they did not pass the driver's Policy.train; run NeMo-RL's script "
-                "by python -m megatron_pg.nemo_rl"
+                f"the rows have no {missing}, which the driver's Policy.train passes on. Run NeMo-RL's script by "
+                "python -m megatron_pg.nemo_rl, with a release of NeMo-RL that docs/hosts lists."
             )
         width, index = output.shape[1], None
         if context is not None:

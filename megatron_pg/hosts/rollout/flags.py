@@ -1,26 +1,28 @@
 """The loss flags of slime and miles, which have the same names: what our loss inherits and what it refuses."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_pg.declarations.declaration import flag_of
 from megatron_pg.declarations.objectives import CAP, CLIP_EPS_HIGH, CLIP_EPS_LOW, DEFAULT, VALUE_CLIP
 from megatron_pg.flags.option_text import Selection
-from megatron_pg.hosts.startup import Answer, Inherited, cut_groups, defaults, flag_of, numbers_of
+from megatron_pg.hosts.startup import Answer, Inherited, cut_groups, defaults, numbers_of, place_of, refused
 from megatron_pg.rollouts.fields import POLICY
 
 _CLIPS = {"eps_clip": CLIP_EPS_LOW, "eps_clip_high": CLIP_EPS_HIGH}
 _EPS_CLIP = 0.2  # their default of both
+_VALUE_CLIP = 0.2  # their default
 _TIS = {"tis_clip_low": ("low", 0.0), "tis_clip": ("high", 2.0)}  # the option of tis, and their default
 _ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}  # low_var_kl is k3 with a cap of 10
-_UNSUPPORTED = {  # flags whose effect lies in the loss that ours replaces, and the replacement
-    "custom_tis_function_path": "remove it and choose a --pg-correction (docs/corrections.md)",
-    "use_opsm": "give --pg-correction opsm_old,high=… or opsm,high=…",
-    "get_mismatch_metrics": "remove it; --pg-metrics has them where samples have rollout log-probabilities",
-    "recompute_loss_function": "remove it; --pg-fused-head stores no logits",
-    "custom_loss_function_path": "remove it, or remove this loss",
+_TOP_P = {"rollout_top_p": 1.0}  # their default
+UNSUPPORTED = {  # flags whose effect lies in the loss that ours replaces, and the replacement
+    "custom_tis_function_path": "is not supported; remove it and choose a --pg-correction (docs/corrections.md)",
+    "use_opsm": "is not supported; give --pg-correction opsm_old,high=… or opsm,high=…",
+    "get_mismatch_metrics": "is not supported; --pg-metrics has them where samples have rollout log-probabilities",
+    "recompute_loss_function": "is not supported; remove it, and --pg-fused-head stores no logits",
+    "custom_loss_function_path": "is not supported; remove it, or remove this loss",
 }
-_VALUE_CLIP = 0.2  # their default
 SFT = "sft"  # our name of the term that --loss-type sft_loss trains
 _OF_CRITICS = (  # of our arguments
     *("loss_aggregation", "loss_aggregation_divisor", "custom_pg_loss_reducer_function_path"),
@@ -30,15 +32,16 @@ _OURS = ("pg_", "loss_aggregation", "docs_per_step")  # prefixes of our argument
 
 
 def given(args: argparse.Namespace, role: str) -> dict[str, Any]:
-    """Our arguments for the model of this role among the host's; for a policy, unknown names included.
+    """Our arguments for the model of this role that are set among the host's; for a policy, unknown names included.
 
     The command line of a policy and its critic is one. Arguments about log-probabilities are the policy's.
     """
     known = defaults()
+    found = {name: value for name, value in vars(args).items() if value != known.get(name)}
     if role == "policy":
         of_critic = {VALUE_CLIP.attribute} if vars(args).get("use_critic") else set()
-        return {n: v for n, v in vars(args).items() if n not in of_critic and (n in known or n.startswith(_OURS))}
-    found = {name: vars(args)[name] for name in _OF_CRITICS if name in vars(args)}
+        return {n: v for n, v in found.items() if n not in of_critic and (n in known or n.startswith(_OURS))}
+    found = {name: found[name] for name in _OF_CRITICS if name in found}
     return found | ({"pg_metrics": "basic"} if found.get("pg_metrics") == "with_entropy" else {})
 
 
@@ -47,20 +50,10 @@ def trains_sft(args: argparse.Namespace) -> bool:
     return args.loss_type == "sft_loss"
 
 
-def answers(args: argparse.Namespace, role: str) -> Iterator[Answer]:
+def answers(args: argparse.Namespace, role: str, unsupported: Mapping[str, str]) -> Iterator[Answer]:
     """What our loss inherits from the host's flags, and messages about those that it does not support."""
-    yield from _of_both(args, role)
-    if role == "policy":
-        yield from _of_policy(args)
-    else:
-        yield Inherited("--value-clip", VALUE_CLIP.attribute, args.value_clip, args.value_clip == _VALUE_CLIP)
-
-
-def _of_both(args: argparse.Namespace, role: str) -> Iterator[str]:
     options = vars(args)
-    for name, advice in _UNSUPPORTED.items():
-        if (value := options.get(name)) not in (None, False):
-            yield f"{flag_of(name)} {'' if value is True else f'{value} '}is not supported by this loss: {advice}"
+    yield from refused(options, unsupported, _TOP_P)
     if args.loss_type != "policy_loss" and not (trains_sft(args) and role == "policy"):
         yield f"--loss-type {args.loss_type} is another loss; remove it, or remove this one"
     if options.get("allgather_cp") and options.get("context_parallel_size", 1) > 1:
@@ -70,17 +63,16 @@ def _of_both(args: argparse.Namespace, role: str) -> Iterator[str]:
         )
     size, group = args.global_batch_size, args.n_samples_per_prompt
     yield from cut_groups(options, "--global-batch-size ", size, "--n-samples-per-prompt ", group)
-
-
-def _of_policy(args: argparse.Namespace) -> Iterator[Answer]:
-    options = vars(args)
+    if role == "critic":
+        yield Inherited("--value-clip", VALUE_CLIP.attribute, args.value_clip, args.value_clip == _VALUE_CLIP)
+        return
     yield Inherited("--rollout-temperature", "pg_temperature", args.rollout_temperature)
     yield from _of_objective(args)
     if args.use_tis:  # weights of the tokens: exp(old - rollout), clamped
         yield Inherited("--use-tis", "pg_correction", "tis")
         for name, (option, default) in _TIS.items():
-            value = getattr(args, name)
-            yield Inherited(flag_of(name), "pg_correction", value, value == default, option)
+            value = options[name]
+            yield Inherited(flag_of(name), f"pg_correction.{option}", value, value == default)
     yield from _of_terms(args)
     if (options.get("pg_fused_head") is not None or options.get("fp32_lm_head")) and args.enable_mtp_training:
         yield "--enable-mtp-training calls the output layer for other losses than the float32 head's. Remove one."
@@ -92,7 +84,7 @@ def _of_objective(args: argparse.Namespace) -> Iterator[Answer]:
     for flag, theirs in selected.items():
         yield Inherited(flag, "pg_objective", theirs)
     if [*selected] == ["--eps-clip-c"]:
-        yield Inherited.number("--eps-clip-c", CAP, args.eps_clip_c)
+        yield Inherited("--eps-clip-c", place_of(CAP), args.eps_clip_c)
     ours = Selection.of("--pg-objective", vars(args).get("pg_objective", DEFAULT)).name
     objective = next(iter(selected.values()), str(ours))  # of two that contradict each other, the host's
     if args.advantage_estimator == "cispo" and objective != "cispo":
@@ -103,7 +95,7 @@ def _of_objective(args: argparse.Namespace) -> Iterator[Answer]:
     if set(_CLIPS.values()) <= numbers_of(objective):
         for name, number in _CLIPS.items():
             value = getattr(args, name)
-            yield Inherited(flag_of(name), number.attribute, value, value == _EPS_CLIP)
+            yield Inherited(flag_of(name), place_of(number), value, value == _EPS_CLIP)
     elif (args.eps_clip, args.eps_clip_high) != (_EPS_CLIP, _EPS_CLIP):
         clips = f"--eps-clip {args.eps_clip} --eps-clip-high {args.eps_clip_high}"
         yield f"{clips} have no effect with --pg-objective {objective}; remove them"

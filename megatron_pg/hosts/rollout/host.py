@@ -1,10 +1,11 @@
-"""The hooks of slime and miles, which have the same names, and a launcher that adds our flags to theirs.
+"""The loss in slime and miles, whose functions have the same names, and a launcher that adds our flags to theirs.
 
-`init` sets the paths of the other hooks in the arguments of the trainer; a user's hook is called before ours. No module
-of a host is imported before `init` or `main`.
+`init` replaces functions of the trainer, which call the host's own; the hooks stay the user's. No module of a host is
+imported before `init` or `main`.
 """
 
 import argparse
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -14,21 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pg.declarations.declaration import attribute_of, flag_of
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.spelling import meant_flags
+from megatron_pg.hosts import startup
 from megatron_pg.hosts.log import HostLog
 from megatron_pg.hosts.patching import attribute, check_signatures, launch, wrap
 from megatron_pg.hosts.rollout import flags as rollout_flags
 from megatron_pg.hosts.rollout.logprobs import response_logprobs
 from megatron_pg.hosts.rollout.samples import OF_CRITICS, OF_POLICIES, Rollout
-from megatron_pg.hosts.startup import CheckedArguments, add_host_arguments, check, defaults, flag_of, refuse, start
+from megatron_pg.plan.settings import LossSettings
 
 _INIT = "custom_megatron_init_path"
-_BEFORE_STEP = "custom_megatron_before_train_step_hook_path"
-_BEFORE_LOG_PROB = "custom_megatron_before_log_prob_hook_path"
-_PASSES = "get_log_probs_and_entropy"  # of the host's actor, which calls it in the passes before training
-_BUILD = "initialize_model_and_optimizer"  # there too, in the process of the actor and in that of the critic
-_USERS = "users_hooks_of_megatron_pg"  # the argument that stores the user's paths
+_USERS = "users_init_of_megatron_pg"  # the argument that stores the user's path
 
 
 class RolloutHost:
@@ -41,40 +40,37 @@ class RolloutHost:
     logger: str  # its function that logs metrics, as in `check_signatures` without parameters
     rollouts_per_step: str  # key of its data
     carried: Collection[str] = ("old_logprobs", "ref_logprobs", "teacher_logprobs")  # fields its batches can contain
+    unsupported = rollout_flags.UNSUPPORTED
     names_terms = False  # whether samples name their loss term
     returns_pair = False  # whether its function for log-probabilities returns an empty tensor before them
-    hooks: Mapping[str, str] = {_INIT: "init", _BEFORE_STEP: "before_train_step", _BEFORE_LOG_PROB: "before_log_prob"}
 
     def __init__(self) -> None:
-        self._hooks = {path: f"megatron_pg.{self.name}.{function}" for path, function in self.hooks.items()}
-        self._loss, self._actor = f"megatron_pg.{self.name}.loss", f"{self.name}.backends.megatron_utils.actor"
+        self._loss = f"megatron_pg.{self.name}.loss"
+        self._actor, self._model = (f"{self.name}.backends.megatron_utils.{module}" for module in ("actor", "model"))
         self.trainer: Any = None  # a RolloutTrainer, from `begin` on
-        self.next_data: Any = None  # of the next rollout; the host adds fields until its first step
         self._terms: dict[str, Any] = {}  # the loss terms of a `Rollout`
         self._log = ""  # path of the host's logger
-
-    def refused(self, args: argparse.Namespace) -> Iterable[str]:
-        """Messages about flags of this host alone."""
-        return ()
 
     def all_signatures(self) -> list[str]:
         """Those of every function that the adapter uses; the last one is the logger's."""
         of_passes = "logits, args, unconcat_tokens, total_lengths, response_lengths, with_entropy"
+        of_step = "args, rollout_id, step_id, data_iterator, model, optimizer, opt_param_scheduler, num_microbatches"
         return [
             *self.signatures,
             f"{self.losses}:value_loss_function(args, batch, logits, sum_of_sample_mean)",
-            f"{self._actor}:{_BUILD}(args, role)",
-            f"{self._actor}:{_PASSES}({of_passes})",
+            f"{self._actor}:initialize_model_and_optimizer(args, role)",
+            f"{self._actor}:get_log_probs_and_entropy({of_passes})",
+            f"{self._model}:train_one_step({of_step})",
             f"{self.logger}(args, metrics, step_key)",
         ]
 
-    def checked(self, args: argparse.Namespace, role: str = "policy") -> CheckedArguments:
+    def checked(self, args: argparse.Namespace, role: str = "policy") -> startup.CheckedArguments:
         """Our arguments for the model of this role, with what they inherit from the host's."""
-        return check(
+        return startup.check(
             self.name,
             rollout_flags.given(args, role),
             megatron=vars(args),
-            answers=[*rollout_flags.answers(args, role), *self.refused(args)],
+            answers=rollout_flags.answers(args, role, self.unsupported),
             carried=self.carried,
             names_terms=self.names_terms or rollout_flags.trains_sft(args),
             role=role,
@@ -83,25 +79,26 @@ class RolloutHost:
     def init(self, args: argparse.Namespace) -> None:
         """The host's `--custom-megatron-init-path`: on every rank of the trainer, before the model is built.
 
-        A second call with the same arguments has no effect.
+        A second call has no effect. Flags are checked where the model is built.
 
         Raises:
-            ArgumentError: flags contradict each other, or the adapter does not support the host's release.
+            ArgumentError: the adapter does not support the host's release.
         """
-        if self.trainer is not None and vars(args).get("custom_loss_function_path") == self._loss:
-            return
-        users = {name: vars(args).get(name) for name in self._hooks} | vars(args).get(_USERS, {})
-        setattr(args, _USERS, {name: path for name, path in users.items() if path not in (None, self._hooks[name])})
         self._log = check_signatures(self.version, self.all_signatures())
-        if vars(args).get("use_critic"):  # the function that builds the model is the first to receive its role
-            wrap(import_module(self._actor), _BUILD, self._begin_and_build)
-        else:
-            self.begin(args, "policy")
-        self.users_hook(args, _INIT, args)
+        actor, model = import_module(self._actor), import_module(self._model)
+        wrap(actor, "initialize_model_and_optimizer", self._build)
+        wrap(actor, "get_log_probs_and_entropy", self._log_probs)
+        wrap(model, "train_one_step", self._train_one_step)
+        if path := vars(args).get(_USERS):
+            attribute(":".join(path.rsplit(".", 1)))(args)
 
-    def _begin_and_build(self, build: Callable, args: Any, role: str = "actor", *rest: Any, **named: Any) -> Any:
-        self.begin(args, "critic" if role == "critic" else "policy")
-        return build(args, role, *rest, **named)
+    def _build(self, build: Callable, args: Any, role: str = "actor", *rest: Any, **named: Any) -> Any:
+        """The host's function that builds the model, the first to receive its role; everything is checked before."""
+        if self.trainer is None or vars(args).get("custom_loss_function_path") != self._loss:
+            self.begin(args, "critic" if role == "critic" else "policy")
+        built = build(args, role, *rest, **named)
+        self.trainer.install(built[0])
+        return built
 
     def begin(self, args: argparse.Namespace, role: str) -> None:
         """Check our arguments for the model of this process, and put the loss in the place of the host's."""
@@ -114,20 +111,15 @@ class RolloutHost:
             vars(import_module(self.losses))["value_loss_function"] = self.loss
             if file is not None:  # the actor's, which is another process
                 file = str(Path(file).with_stem(f"{Path(file).stem}_critic"))
-                checked.rows.append(("metrics file", file))
-        settings, rows = start(self.name, checked, scaling=scaling, says=is_writer())
-        log = HostLog(settings, rows, file, partial(self._log_metrics, args)) if is_writer() else None
-        wrap(import_module(self._actor), "get_data_iterator", self._get_data_iterator)
-        if settings.head_mode:
-            setattr(import_module(self._actor), _PASSES, self.log_probs)
+                checked.rows["metrics file"] = file
+        settings, log = LossSettings.from_args(checked.args), None
+        if is_writer():
+            startup.print_banner(rows := startup.rows_of(self.name, checked, scaling, settings))
+            log = HostLog(settings, rows, file, partial(self._log_metrics, args))
         named = Facts(checked.args).terms_of_samples
         self._terms = {"term": rollout_flags.SFT} if rollout_flags.trains_sft(args) else {"named_terms": named}
         self.trainer = RolloutTrainer(settings, log, per_token=args.calculate_per_token_loss)
-        vars(args).update(self._hooks, loss_type="custom_loss", custom_loss_function_path=self._loss)
-
-    def _get_data_iterator(self, get: Callable, *given: Any) -> Any:
-        self.next_data = given[-1]
-        return get(*given)
+        vars(args).update(loss_type="custom_loss", custom_loss_function_path=self._loss)
 
     def loss(
         self, args: argparse.Namespace, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Callable
@@ -135,36 +127,28 @@ class RolloutHost:
         """The host's `--custom-loss-function-path`. It returns no metrics, because each would cost a host sync."""
         return self.trainer.loss(batch["unconcat_tokens"], logits), {}
 
-    def log_probs(
-        self,
-        logits: Tensor,
-        *,
-        args: argparse.Namespace,
-        unconcat_tokens: Sequence[Tensor],
-        total_lengths: Sequence[int],  # not read; a second `init` checks this signature, too
-        response_lengths: Sequence[int],
-        with_entropy: bool = False,
-        max_seq_lens: Sequence[int] | None = None,
-        top_p_token_ids: Sequence | None = None,
-        top_p_token_offsets: Sequence = (),
-        **rest: object,
-    ) -> Any:
-        """The host's `get_log_probs_and_entropy` under the fused head, for old, reference and teacher."""
+    def _log_probs(self, compute: Callable, logits: Tensor, *, args: argparse.Namespace, **given: Any) -> Any:
+        """The host's `get_log_probs_and_entropy`; under the fused head ours, for old, reference and teacher."""
+        if self.trainer.settings.head_mode is None:
+            return compute(logits, args=args, **given)
+        widths, ids = given.get("max_seq_lens"), given.get("top_p_token_ids")
         found = response_logprobs(
             self.trainer.head_call(logits),
             self.trainer.settings,
-            tokens=unconcat_tokens,
-            lengths=response_lengths,
-            row_width=max_seq_lens[0] if max_seq_lens is not None and args.qkv_format == "bshd" else None,
-            kept=None if top_p_token_ids is None else (top_p_token_ids, top_p_token_offsets),
-            with_entropy=with_entropy,
+            tokens=given["unconcat_tokens"],
+            lengths=given["response_lengths"],
+            row_width=widths[0] if widths is not None and args.qkv_format == "bshd" else None,
+            kept=None if ids is None else (ids, given["top_p_token_offsets"]),
+            with_entropy=given.get("with_entropy", False),
         )
         return (torch.empty(0, device=logits.device), found) if self.returns_pair else found
 
-    def rollout(self, args: argparse.Namespace, data: Mapping[str, Any]) -> Rollout:
-        """The rollout in the host's data."""
+    def _train_one_step(self, train: Callable, *given: Any, **named: Any) -> Any:
+        """The host's optimizer step, planned before and logged after it."""
+        bound = inspect.signature(train).bind(*given, **named).args
+        args, data = bound[0], getattr(bound[3][0], "rollout_data", {})  # of its iterators
         old = {"old_logprobs": "rollout_log_probs"} if args.use_rollout_logprobs else {}
-        return Rollout(
+        rollout = Rollout(
             data=data,
             rollouts_per_step=self.rollouts_per_step,
             parts=OF_CRITICS if self.trainer.settings.is_critic else OF_POLICIES | old,
@@ -172,25 +156,7 @@ class RolloutHost:
             row_width=data["max_seq_lens"][0] if vars(args).get("qkv_format") == "bshd" else None,
             **self._terms,
         )
-
-    def before_train_step(self, args: argparse.Namespace, *step: Any) -> None:
-        """The host's `--custom-megatron-before-train-step-hook-path`; the first step of a rollout plans all of them."""
-        if step[1] == 0:
-            data, self.next_data = self.next_data, None
-            self.trainer.plan(self.rollout(args, data))
-        rollout_id, step_id, model, optimizer, _ = step
-        self.users_hook(args, _BEFORE_STEP, args, *step)
-        self.trainer.begin_step(rollout_id, step_id, model, optimizer)
-
-    def before_log_prob(self, args: argparse.Namespace, model: Sequence[Any], store_prefix: str) -> None:
-        """The host's `--custom-megatron-before-log-prob-hook-path`: log-probabilities get the precision of the loss."""
-        self.users_hook(args, _BEFORE_LOG_PROB, args, model, store_prefix)
-        self.trainer.head.install(model)
-
-    def users_hook(self, args: argparse.Namespace, name: str, *values: object) -> None:
-        """Call the function that the user has set for a hook, if any."""
-        if path := vars(args)[_USERS].get(name):
-            attribute(":".join(path.rsplit(".", 1)))(*values)
+        return self.trainer.run(rollout, partial(train, *given, **named), *bound)
 
     def main(self, words: Sequence[str]) -> None:
         """Run the host's script `words[0]` with our flags among its own."""
@@ -205,19 +171,17 @@ class RolloutHost:
         self, words: Sequence[str], parse_args: Callable, add_custom_arguments: Callable | None = None
     ) -> argparse.Namespace:
         """The host's `parse_args`, which also reads and checks our flags."""
-        parsers: list[argparse.ArgumentParser] = []
 
         def add_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-            parsers.append(parser)
             for each in (parser, *parser._action_groups):
                 each.conflict_handler = "resolve"  # the reducer's path is a flag of both, with one meaning
-            return add_host_arguments(parser if add_custom_arguments is None else add_custom_arguments(parser))
+            return startup.add_host_arguments(parser if add_custom_arguments is None else add_custom_arguments(parser))
 
         args = parse_args(add_custom_arguments=add_ours)
-        refuse(*_misspelt(words, {flag for parser in parsers for flag in parser._option_string_actions}))
+        startup.refuse(*_misspelt(words, vars(args)))
         for role in ("policy", "critic") if vars(args).get("use_critic") else ("policy",):
             self.checked(args, role)
-        vars(args).update({_USERS: {_INIT: vars(args).get(_INIT)}, _INIT: self._hooks[_INIT]})
+        vars(args).update({_USERS: vars(args).get(_INIT), _INIT: f"megatron_pg.{self.name}.init"})
         return args
 
     def _log_metrics(self, args: argparse.Namespace, metrics: Mapping[str, float], number: int | None) -> None:
@@ -228,8 +192,8 @@ class RolloutHost:
 
 def _misspelt(words: Sequence[str], known: Collection[str]) -> Iterable[str]:
     """Messages about flags that look like ours and are not: a host may silently ignore an unknown flag."""
-    ours = [flag_of(name) for name in defaults()]
+    ours = [flag_of(name) for name in startup.defaults()]
     for flag in [word.partition("=")[0] for word in words if word.startswith("--")]:
-        if flag not in known and (meant := meant_flags(flag, ours)) is not None:
+        if attribute_of(flag) not in known and (meant := meant_flags(flag, ours)) is not None:
             hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
             yield f"{flag} is not a flag of the host or of megatron_pg and would be silently ignored{hint}"

@@ -20,6 +20,7 @@ OF_POLICIES = {"old_logprobs": "log_probs", "advantage": "advantages"} | {
 }
 OF_CRITICS = {"values": "values", "returns": "returns"}
 _READ = ("tokens", "response_lengths", "total_lengths", "loss_masks", "rollout_ids", "sample_indices")
+_FURTHER = ("local_raw_reward", "truncated", "source_names")  # that some releases or rollouts lack
 _SCHEDULE = ("micro_batch_indices", "num_microbatches")
 _SAMPLING_MASK = {"ids": "rollout_top_p_token_ids", "offsets": "rollout_top_p_token_offsets"}
 
@@ -53,7 +54,11 @@ class Rollout:
             HostLossError: a key is missing, or the schedule is inconsistent.
         """
         if missing := [key for key in (*_READ, *_SCHEDULE, self.rollouts_per_step) if key not in self.data]:
-            raise HostLossError(f"the rollout data have no {', '.join(missing)}, which the plan of the steps needs.")
+            raise HostLossError(
+                f"the rollout data have no {', '.join(missing)}, which the plan of the steps needs.",
+                "Use a release of the trainer that docs/hosts lists. In miles, use neither multimodal data, fewer "
+                "rollouts than --global-batch-size nor several replicas, for which it splits batches in the trainer.",
+            )
         indices, numbers = (self.data[key] for key in _SCHEDULE)
         if len(numbers) != len(self.counts) or sum(numbers) != len(indices):
             raise HostLossError(
@@ -63,31 +68,34 @@ class Rollout:
         microbatches = iter([[int(i) for i in members] for members in indices])
         return [list(islice(microbatches, count)) for count in numbers]
 
-    def samples(self, context: ProcessGroup, *, needs_prompts: bool) -> list[Sample]:
-        """Its whole samples; every rank of the context-parallel group must call."""
-        data = self.data
-        known = {name: data[key] for name, key in self.parts.items() if data.get(key) is not None}
+    def samples(self, members: Sequence[int], context: ProcessGroup, *, needs_prompts: bool) -> list[Sample]:
+        """Its whole samples with these indices; every rank of the context-parallel group must call."""
+        keys = (*_READ, *_FURTHER, *_SAMPLING_MASK.values(), *self.parts.values())
+        given = {key: self.data[key] for key in keys if self.data.get(key) is not None}
+        data = {key: [values[i] for i in members] for key, values in given.items()}
+        known = {name: data[key] for name, key in self.parts.items() if key in data}
         if "advantage" in self.parts.keys() - known and self.term == POLICY:
             raise ValueError(
                 "the rollout data have no advantages. Let the trainer compute them (--compute-advantages-and-returns)."
             )
-        whole: dict[str, Sequence] = dict(self._whole(known, context))
+        lengths = [int(n) for n in data["response_lengths"]]
+        whole: dict[str, Sequence] = dict(self._whole(known, data["total_lengths"], lengths, context))
         if self.is_on_policy and self.term == POLICY:
-            whole["old_logprobs"] = [torch.zeros(int(n)) for n in data["response_lengths"]]
-        if data.get("local_raw_reward") is not None:  # before normalization
+            whole["old_logprobs"] = [torch.zeros(n) for n in lengths]
+        if "local_raw_reward" in data:  # before normalization
             whole["reward"] = [float(reward) for reward in data["local_raw_reward"]]
-        if data.get("truncated") is not None:
+        if "truncated" in data:
             whole["truncated"] = [bool(flag) for flag in data["truncated"]]
-        if data.get(_SAMPLING_MASK["ids"]) is not None:  # the tokens that the engine kept under top-p
+        if _SAMPLING_MASK["ids"] in data:  # the tokens that the engine kept under top-p
             rows = zip(*(data[name] for name in _SAMPLING_MASK.values()), strict=True)
             whole["sampling_mask"] = [dict(zip(_SAMPLING_MASK, row, strict=True)) for row in rows]
-        masks = torch.cat([*data["loss_masks"]]).cpu().split([len(mask) for mask in data["loss_masks"]])
-        tokens = torch.cat([*data["tokens"]]).cpu().split([len(each) for each in data["tokens"]])
+        masks = torch.cat(data["loss_masks"]).cpu().split([len(mask) for mask in data["loss_masks"]])
+        tokens = torch.cat(data["tokens"]).cpu().split([len(each) for each in data["tokens"]])
         sources = data.get("source_names") or [None] * len(tokens)
         samples = [
             Sample.build(
                 tokens=tokens[i],
-                response_length=data["response_lengths"][i],
+                response_length=lengths[i],
                 loss_mask=masks[i],
                 sample_id=str(index),
                 rollout_id=int(data["rollout_ids"][i]),
@@ -101,9 +109,10 @@ class Rollout:
             _check_indices(samples)
         return samples
 
-    def _whole(self, parts: Mapping[str, Sequence[Tensor]], group: ProcessGroup) -> dict[str, Sequence[Tensor]]:
+    def _whole(
+        self, parts: Mapping[str, Sequence[Tensor]], totals: Sequence[int], responses: list[int], group: ProcessGroup
+    ) -> dict[str, Sequence[Tensor]]:
         """Whole responses from the parts of all context-parallel ranks: one collective, one host read."""
-        totals, responses = self.data["total_lengths"], [int(n) for n in self.data["response_lengths"]]
         if not parts:
             return {}
         rows = torch.stack([torch.cat([*values]).double() for values in parts.values()])

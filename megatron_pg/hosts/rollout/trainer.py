@@ -11,7 +11,7 @@ so that of a critic is twice ours, and its gradient stays what it is in their ow
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -23,14 +23,13 @@ from torch import Tensor
 from megatron_pg.cp_utils import padded_length
 from megatron_pg.hosts.head import HostHead
 from megatron_pg.hosts.log import HostLog
-from megatron_pg.hosts.patching import wrap
 from megatron_pg.hosts.rollout.samples import Rollout
 from megatron_pg.hosts.step import HostLossError, HostStep
 from megatron_pg.lm_head.output_layer import HeadCall
 from megatron_pg.plan.collectives import all_gather_rows
 from megatron_pg.plan.settings import LossSettings
-from megatron_pg.rollouts.sample import Sample
-from megatron_pg.step.findings import StepReport
+from megatron_pg.step.findings import before_finalize
+from megatron_pg.step.loss import microbatch_head_loss, microbatch_loss
 
 SCALING = "takes N·Σwℓ, with --calculate-per-token-loss T̃·Σwℓ; the host and Megatron bring it back to Σwℓ"
 SCALING_OF_CRITICS = f"{SCALING}; times 2, because its value loss has no ½"
@@ -38,7 +37,7 @@ _NO_HEAD = "Use a release of the trainer that docs/hosts lists, or remove --pg-f
 
 
 class _Work(NamedTuple):
-    """A micro-batch of a planned step."""
+    """A micro-batch of the step in progress."""
 
     step: HostStep
     members: list[int]  # indices of its samples among the step's
@@ -55,35 +54,11 @@ class RolloutTrainer:
     def __init__(self, settings: LossSettings, log: HostLog | None, *, per_token: bool):
         self.settings, self.head = settings, HostHead(settings)
         self._log, self._per_token = log, per_token
-        self._steps: list[HostStep] = []
         self._work: dict[int, _Work] = {}  # by the id of its first sample's tokens, which the host passes on
-        self._numbers, self._current = (0, 0), HostStep(settings)  # the host's numbers of rollout and step
-        self._report: StepReport  # of the latest step
-        self._rollout: Rollout | None = None  # kept, because `_work` uses the ids of its tokens
 
-    def plan(self, rollout: Rollout) -> None:
-        """Plan every optimizer step of a rollout; every rank must call."""
-        steps = rollout.steps()
-        self._steps, self._work, self._rollout = [], {}, rollout
-        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            self._steps = [HostStep(self.settings) for _ in steps]
-            return
-        data, context = parallel_state.get_data_parallel_group(), parallel_state.get_context_parallel_group()
-        needs_prompts = self.settings.plan_rule.needs_prompt_ids
-        # made while the first step is planned, which raises an error of one rank on every rank
-        samples = cache(partial(rollout.samples, context, needs_prompts=needs_prompts))
-        for microbatches, count in zip(steps, rollout.counts, strict=True):
-            of_step = partial(_selected, samples, [*chain(*microbatches)])
-            step = HostStep(self.settings, of_step, data=data, context=context, on_policy=rollout.is_on_policy)
-            self._steps.append(step)
-            scale, first = float(count), 0
-            if self._per_token:  # T̃: trained tokens of the step, at least one of each sample
-                mine = torch.tensor([sum(max(sample.num_trained, 1) for sample in of_step())])
-                scale = float(all_gather_rows(mine, data).sum())
-            scale *= 2.0 if self.settings.is_critic else 1.0
-            for members in microbatches:
-                places = list(range(first, first := first + len(members)))
-                self._work[id(rollout.data["tokens"][members[0]])] = _Work(step, places, scale, rollout.row_width)
+    def install(self, model: Sequence[Any]) -> None:
+        """Install the head of the settings in a model; every rank must call."""
+        self.head.install(model, parallel_state.get_data_parallel_group())
 
     def loss(self, tokens: Sequence[Tensor], logits: Tensor) -> Tensor:
         """The returned loss of a micro-batch: N·S, with the per-token flag T̃·S.
@@ -91,10 +66,10 @@ class RolloutTrainer:
         `tokens` are whole samples, the same tensors as in the rollout data; `logits` [b, s, V / tp] the model's output.
         """
         work = self._work.get(id(tokens[0])) if len(tokens) else None
-        if work is None or work.step is not self._current:
+        if work is None:
             raise HostLossError(
-                "the trainer computes the loss of a micro-batch that is not part of the current optimizer step: it has "
-                "copied the samples' tokens, or has not called the hook before the step."
+                "the trainer computes the loss of a micro-batch that is not part of the current optimizer step, or it "
+                "has copied the samples' tokens."
             )
         step, members, scale, width = work
         size = parallel_state.get_context_parallel_world_size()
@@ -111,9 +86,14 @@ class RolloutTrainer:
         local = step.slice(members, padded, logits.device, side_by_side=call is not None and width is not None)
         grad_scale = size * (scale if self._per_token else parallel_state.get_data_parallel_world_size())
         if call is not None:
-            return scale * step.head_loss(local, call, grad_scale)
-        group = parallel_state.get_tensor_model_parallel_group()
-        return scale * step.loss(local, logits.flatten(0, 1), group, grad_scale, is_bypassed=self.head.is_bypassed())
+            rows = local.trained
+            computed = microbatch_head_loss(call, local.fields, rows, self.settings, grad_scale=grad_scale)
+        else:
+            group, rows = parallel_state.get_tensor_model_parallel_group(), logits.flatten(0, 1)
+            group = group if group.size() > 1 else None
+            total, found = microbatch_loss(rows, local.fields, self.settings, group, grad_scale=grad_scale)
+            computed = total, found._replace(is_bypassed=self.head.is_bypassed())
+        return scale * step.keep(local, computed)
 
     def head_call(self, logits: Tensor) -> HeadCall:
         """The call of the fused head, which has replaced the model's output `logits`, for log-probabilities."""
@@ -123,39 +103,55 @@ class RolloutTrainer:
             )
         return call
 
-    def begin_step(self, rollout_id: int, number: int, model: Sequence[Any], optimizer: Any) -> None:
-        """Prepare optimizer step `number` of the rollout: install the head, the checks before finalize, and the log."""
+    def run(self, rollout: Rollout, train: Callable[[], Any], *given: Any) -> Any:
+        """An optimizer step: what the host's `train_one_step`, called by `train`, returns; every rank must call.
+
+        The step is planned before it, checked before its gradients are reduced, and logged after it. `given` are the
+        arguments of `train_one_step`.
+        """
+        _, rollout_id, number, _, model, optimizer, scheduler, *_ = given
         if self.head.is_waiting:
             raise HostLossError(
                 "the trainer has computed log-probabilities by another function than megatron_pg's, and "
                 "--pg-fused-head leaves it no logits.",
                 _NO_HEAD,
             )
-        self._current, self._numbers = self._steps[number], (rollout_id, rollout_id * len(self._steps) + number)
-        self.head.install(model)
-        wrap(get_model_config(model[0]), "finalize_model_grads_func", self._check_and_finalize)
-        if self._log is not None:
-            wrap(optimizer, "step", partial(self._step_and_write, self._log, optimizer))
-
-    def _check_and_finalize(self, finalize: Callable, *given: object, **named: object) -> Any:
-        report = self._current.finish(reports=parallel_state.get_tensor_model_parallel_rank() == 0)
-        if report is not None:
-            self._report = report
-        if self._current is self._steps[-1]:  # the host frees the rollout data before its rollout engine wakes up
-            self._rollout, self._work = None, {}
-        return finalize(*given, **named)
-
-    def _step_and_write(self, log: HostLog, optimizer: Any, step: Callable, *given: object, **named: object) -> Any:
-        result = step(*given, **named)
-        if not (isinstance(result, tuple) and len(result) == 3):
-            raise HostLossError(
-                f"optimizer.step returned {type(result).__name__}, not (success, gradient norm, number of zeros)."
-            )
-        is_done, grad_norm, _ = result
-        groups = optimizer.param_groups
+        step = self._plan(rollout, number)
+        found: list[Any] = []  # the step's report
+        reports = parallel_state.get_tensor_model_parallel_rank() == 0
+        groups, position = optimizer.param_groups, scheduler.num_steps  # which moves with the optimizer
         rate = float(groups[0]["lr"]) if groups else None
-        log.write(*self._numbers, self._report, grad_norm=grad_norm, learning_rate=rate, skipped=not is_done)
-        return result
+        with before_finalize(get_model_config(model[0]), lambda: found.append(step.finish(reports=reports))):
+            returned = train()
+        self._work = {}
+        if not found or not isinstance(returned, tuple) or len(returned) < 2:
+            raise HostLossError(
+                f"train_one_step has not finalized gradients, or it returned {type(returned).__name__}, not (losses, "
+                "gradient norm, …)."
+            )
+        if self._log is not None:
+            own, skipped = rollout_id * len(rollout.counts) + number, scheduler.num_steps == position
+            self._log.write(rollout_id, own, found[0], grad_norm=returned[1], learning_rate=rate, skipped=skipped)
+        return returned
+
+    def _plan(self, rollout: Rollout, number: int) -> HostStep:
+        """Plan a step; its samples are those of its micro-batches, in order."""
+        microbatches = rollout.steps()[number]
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return HostStep(self.settings)
+        data, context = parallel_state.get_data_parallel_group(), parallel_state.get_context_parallel_group()
+        needs_prompts = self.settings.plan_rule.needs_prompt_ids
+        samples = partial(rollout.samples, [*chain(*microbatches)], context, needs_prompts=needs_prompts)
+        step = HostStep(self.settings, samples, data=data, context=context, on_policy=rollout.is_on_policy)
+        scale, first = float(rollout.counts[number]), 0
+        if self._per_token:  # T̃: trained tokens of the step, at least one of each sample
+            mine = torch.tensor([sum(max(sample.num_trained, 1) for sample in step.samples)])
+            scale = float(all_gather_rows(mine, data).sum())
+        scale *= 2.0 if self.settings.is_critic else 1.0
+        for members in microbatches:
+            places = list(range(first, first := first + len(members)))
+            self._work[id(rollout.data["tokens"][members[0]])] = _Work(step, places, scale, rollout.row_width)
+        return step
 
 
 def is_writer() -> bool:
@@ -165,7 +161,3 @@ def is_writer() -> bool:
         and parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     )
-
-
-def _selected(samples: Callable[[], list[Sample]], indices: Sequence[int]) -> list[Sample]:
-    return [samples()[i] for i in indices]

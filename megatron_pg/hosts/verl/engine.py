@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -26,20 +25,20 @@ from megatron_pg.batch import LocalBatch
 from megatron_pg.hosts.head import output_layers
 from megatron_pg.hosts.log import HostLog
 from megatron_pg.hosts.patching import attribute
-from megatron_pg.hosts.startup import print_banner, start
+from megatron_pg.hosts.startup import print_banner, rows_of
 from megatron_pg.hosts.step import HostStep
 from megatron_pg.hosts.verl.options import TRAINED, checked
 from megatron_pg.hosts.verl.samples import samples_of
 from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.label_logprobs import label_logprobs
-from megatron_pg.lm_head import Head
-from megatron_pg.lm_head.heads import rows_of
+from megatron_pg.lm_head import Head, heads
 from megatron_pg.lm_head.inputs import enter
 from megatron_pg.lm_head.output_layer import check_layer, softcap_of
 from megatron_pg.plan.errors import StepPlanError
+from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.findings import StepReport, before_finalize
-from megatron_pg.step.loss import vocabulary_of
+from megatron_pg.step.loss import microbatch_logprobs_loss, vocabulary_of
 
 SCALING = "takes D·Σwℓ over whole samples; verl, the schedule and DDP (or finalize) scale it to Σwℓ"
 FUSED = "verl.models.mcore.model_forward_fused"
@@ -67,13 +66,14 @@ class PolicyGradientEngine(_Theirs):
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any):
         self._trained = None if engine_config.forward_only else vars(engine_config).get(TRAINED)
         arguments = checked(engine_config, model_config, self._trained)
-        self._settings, self._rows = start("verl", arguments, scaling=SCALING, says=False)
+        self._settings = LossSettings.from_args(arguments.args)
+        self._rows = rows_of("verl", arguments, SCALING, self._settings)
         self._role = _CRITIC if self._settings.is_critic else _POLICY
         if self._role is _POLICY:
             self._rows["temperature"] = "softmax(z / τ), τ of the rollouts  (verl's rollout.temperature)"
         self._metrics_file = arguments.args.pg_metrics_file
         self._step: HostStep | None = None
-        self._places: list[int | None] = []  # index of each row of the mini-batch among the step's samples
+        self._places: dict[int, int] = {}  # index among the step's samples of a row of the mini-batch that is one
         self._factors: list[Tensor] = []  # of verl's own correction, by sample
         self._report: StepReport  # of the latest step
         self._log: HostLog | None = None
@@ -85,7 +85,7 @@ class PolicyGradientEngine(_Theirs):
     def initialize(self) -> None:
         """Print the banner, then build the model."""
         if torch.distributed.get_rank() == 0 and self._trained is not None:
-            print_banner(self._rows.items())
+            print_banner(self._rows)
         super().initialize()
         if self.engine_config.use_fused_kernels:
             for layer in output_layers(self.module):
@@ -118,21 +118,19 @@ class PolicyGradientEngine(_Theirs):
         set_value = attribute("verl.utils.tensordict_utils:assign_non_tensor")
         set_value(data, calculate_entropy=self._settings.metrics.needs_entropy or self._settings.terms.reads_entropy)
         data[_ROW] = torch.arange(len(data))
+        found: list[Any] = []  # the step's report
+        has_loss = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        finish = partial(self._step.finish, reports=self.is_mp_src_rank_with_outputs(), has_loss=has_loss)
         try:
-            with before_finalize(get_model_config(self.module[0]), partial(self._check, self._step)):
+            with before_finalize(get_model_config(self.module[0]), lambda: found.append(finish())):
                 output = super().forward_backward_batch(data, None, forward_only)
         finally:
             self._step = None
+        (self._report,) = found
         if self.is_mp_src_rank_with_outputs():
             named = {f"pg/{name}": [value] for name, value in self._report.metrics.items()}
             output["metrics"] |= {self._role.metric: named[self._role.ours], **named}
         return output
-
-    def _check(self, step: HostStep) -> None:
-        has_loss = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        report = step.finish(reports=self.is_mp_src_rank_with_outputs(), has_loss=has_loss)
-        if report is not None:
-            self._report = report
 
     def optimizer_step(self) -> Any:
         """Step verl's optimizer, and log the step."""
@@ -159,17 +157,16 @@ class PolicyGradientEngine(_Theirs):
                 "prompt_mean with several mini-batches per batch, which split prompt groups; set "
                 f"{self._role.section}.ppo_mini_batch_size to the size of the batch, or use another aggregation"
             )
-        rows, weights = samples_of(data), "rollout_is_weights"
+        samples, weights = samples_of(data), "rollout_is_weights"
         if weights in data and self._settings.correction.name != "none":
             raise StepPlanError(
                 f"algorithm.rollout_correction.rollout_is and pg_correction {self._settings.correction.name} both "
                 "weigh tokens. Remove one of them."
             )
         factors = data[weights].cpu().unbind() if weights in data and self._role is _POLICY else ()
-        self._factors = [factor for row, factor in zip(rows, factors, strict=False) if row is not None]
-        places = count()
-        self._places = [None if row is None else next(places) for row in rows]
-        return [row for row in rows if row is not None]
+        self._factors = [factors[row] for row in samples] if factors else []
+        self._places = {row: place for place, row in enumerate(samples)}
+        return [*samples.values()]
 
     def forward_step(
         self, batch_iter: Iterator, model: Any, logits_processor_func: Any, postprocess_micro_batch_func: partial
@@ -198,7 +195,7 @@ class PolicyGradientEngine(_Theirs):
         members: list[int] = []
         widths = [0]  # of the padding rows before it, and of each sample with the padding rows that follow
         for row, width in zip(batch[_ROW].tolist(), batch["input_ids"].offsets().diff().tolist(), strict=True):
-            if (place := self._places[row]) is None:
+            if (place := self._places.get(row)) is None:
                 widths[-1] += width
             else:
                 members.append(place)
@@ -210,7 +207,8 @@ class PolicyGradientEngine(_Theirs):
     ) -> tuple[Tensor, dict]:
         """D·S, without metrics, because each would cost a host sync."""
         entropy = model_output["entropy"].values()[skipped:] if "entropy" in model_output else None
-        total = step.logprobs_loss(local, model_output[self._role.output].values()[skipped:], entropy)
+        output = model_output[self._role.output].values()[skipped:]
+        total = step.keep(local, microbatch_logprobs_loss(output, entropy, local.fields, self._settings))
         return total * self.get_data_parallel_size(), {}
 
     def postprocess_micro_batch_func(
@@ -236,20 +234,14 @@ class PolicyGradientEngine(_Theirs):
         return outputs | ({"entropy": entropy.view(label.shape)} if calculate_entropy else {})
 
     def _linear_cross_entropy(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        temperature: float = 1.0,
-        reduction: str = "none",
-        dist_process_group: ProcessGroup | None = None,
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, reduction: str, group: ProcessGroup
     ) -> tuple[Tensor, Tensor]:
         """Our fused head for verl's [T, 1, H]: chunks of float32 logits, which the backward recomputes."""
-        vocabulary = self._vocabulary(len(weight), dist_process_group, self._softcap)
+        vocabulary = self._vocabulary(len(weight), group, self._softcap)
         head = Head(mode="recompute", backward=self._settings.head_backward, impl=self._settings.impl)
         if not self.tf_config.sequence_parallel:  # else verl has gathered them, and its backward reduce-scatters
             hidden = enter(hidden, vocabulary.tp_group, False)
-        logprobs, entropy, _ = rows_of(hidden.flatten(0, -2), weight, labels.flatten(), None, vocabulary, head)
+        logprobs, entropy, _ = heads.rows_of(hidden.flatten(0, -2), weight, labels.flatten(), None, vocabulary, head)
         return logprobs, entropy
 
     def _vocabulary(self, columns: int, group: ProcessGroup | None, softcap: float | None = None) -> Vocabulary:

@@ -44,8 +44,7 @@ def install() -> None:
     check_signatures(f"{VERSION} (here is {installed})", _SIGNATURES)
     _register("language_model", _ENGINE)
     wrap(attribute("verl.workers.config:McoreActorConfig"), "__post_init__", _finish_and_note)
-    wrap(attribute("verl.workers.config:CriticConfig"), "__post_init__", _finish_and_check)
-    wrap(attribute("verl.workers.config:McoreCriticConfig"), "__post_init__", _finish_and_send)
+    wrap(attribute("verl.workers.config:CriticConfig"), "__post_init__", _finish_and_send)
     wrap(import_module("verl.workers.engine_workers"), "omega_conf_to_dataclass", _convert_and_check)
 
 
@@ -76,22 +75,12 @@ def _finish_and_note(finish: Callable[[Any], None], actor: Any) -> None:
     vars(actor.engine)[TRAINED] = actor
 
 
-def _finish_and_check(finish: Callable[[Any], None], critic: Any) -> None:
-    """`__post_init__` of a critic's configuration under any engine."""
-    finish(critic)
-    if _is_ours(critic):
-        _check_strategy("critic", critic, "critic.model.external_lib")
-
-
 def _finish_and_send(finish: Callable[[Any], None], critic: Any) -> None:
     """`__post_init__` of a critic's configuration, which then takes our engine to its workers."""
     finish(critic)
-    if _is_ours(critic):
-        vars(critic.engine).update({TRAINED: critic, "_megatron_pg_engine": OnArrival()})
-
-
-def _is_ours(critic: Any) -> bool:
-    return "megatron_pg.verl" in (getattr(critic.model, "external_lib", None) or ())
+    if "megatron_pg.verl" in (getattr(critic.model, "external_lib", None) or ()):
+        _check_strategy("critic", critic, "critic.model.external_lib")
+        vars(critic.megatron).update({TRAINED: critic, "_megatron_pg_engine": OnArrival()})
 
 
 def _check_strategy(section: str, config: Any, library: str) -> None:

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from torch import Tensor
-
 from megatron_pg.plan.errors import StepPlanError
 from megatron_pg.rollouts.sample import Sample
 
@@ -14,8 +12,8 @@ _FIELDS = {
 _ROWS = ("input_ids", "response_mask", *_FIELDS, "rm_scores")
 
 
-def samples_of(data: Any) -> list[Sample | None]:
-    """The samples of a mini-batch, a TensorDict; None for the rows that verl adds as padding.
+def samples_of(data: Any) -> dict[int, Sample]:
+    """The samples of a mini-batch, a TensorDict, by row; the rows that verl adds as padding have none.
 
     `uid` identifies a prompt, `uid` and `session_id` a rollout; without a session every row is its own rollout.
     """
@@ -26,23 +24,20 @@ def samples_of(data: Any) -> list[Sample | None]:
         )
     columns = {name: data[name].cpu().unbind() for name in _ROWS if name in data}
     uids, sessions = (data.get(name).tolist() if name in data else [None] * len(data) for name in ("uid", "session_id"))
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    return [
-        _sample(row, i, uid, session) for i, (row, uid, session) in enumerate(zip(rows, uids, sessions, strict=True))
-    ]
-
-
-def _sample(row: dict[str, Tensor], i: int, uid: Any, session: Any) -> Sample | None:
-    mask = row["response_mask"]
-    if str(uid).startswith("pad") and not mask.any():
-        return None
-    return Sample.build(
-        tokens=row["input_ids"],
-        response_length=len(mask),
-        loss_mask=mask,
-        prompt_id=None if uid is None else str(uid),
-        rollout_id=None if uid is None or session is None else f"{uid}/{session}",
-        sample_id=f"{uid}/{session} (row {i})",
-        reward=float(row["rm_scores"].sum()) if "rm_scores" in row else None,
-        **{field: row[name] for name, field in _FIELDS.items() if name in row},
-    )
+    samples = {}
+    for i, (uid, session, *values) in enumerate(zip(uids, sessions, *columns.values(), strict=True)):
+        row = dict(zip(columns, values, strict=True))
+        mask = row["response_mask"]
+        if str(uid).startswith("pad") and not mask.any():
+            continue
+        samples[i] = Sample.build(
+            tokens=row["input_ids"],
+            response_length=len(mask),
+            loss_mask=mask,
+            prompt_id=None if uid is None else str(uid),
+            rollout_id=None if uid is None or session is None else f"{uid}/{session}",
+            sample_id=f"{uid}/{session} (row {i})",
+            reward=float(row["rm_scores"].sum()) if "rm_scores" in row else None,
+            **{field: row[name] for name, field in _FIELDS.items() if name in row},
+        )
+    return samples

@@ -85,7 +85,7 @@ def _record_samples(data: ModuleType) -> None:
         batch = take(self, keys)
         if batch.get("advantages") is not None:  # the pass that trains, on the last pipeline stage
             columns = {name: batch[column] for name, column in COLUMNS.items()}
-            of_ranks = {name: map(_whole, columns[name], columns["tokens"], columns["mask"]) for name in SLICED}
+            of_ranks = {name: map(_whole, columns[name] or (), columns["tokens"], columns["mask"]) for name in SLICED}
             job.recorder.add_samples(**columns | of_ranks)
         return batch
 

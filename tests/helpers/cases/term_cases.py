@@ -155,6 +155,8 @@ def random_settings(
         if denominator not in (None, asked.denominator):
             continue
         has_policy = given.get("has_policy", rng.random() > 0.12)
+        if not has_policy and objective is None:  # a rule refuses the objective, reducer, correction, … that is dropped
+            asked = step_cases.random_settings(rng, "grpo")
         terms = random_terms(rng, has_policy)
         if rng.random() < 0.25:  # one of weight 0, which has tokens
             terms = (*_on_off_tokens(rng, terms), Term("off", rng.choice(["ce", "opd"]), 0.0))
@@ -166,9 +168,9 @@ def random_settings(
             terms=terms,
             tail_floor=rng.choice([1e-5, 1e-3, 0.05]) if have_tail(terms) and rng.random() < 0.4 else USUAL_FLOOR,
         )
-        if rng.random() < 0.2:
+        if has_policy and rng.random() < 0.2:
             asked = replace(asked, aggregation=CUSTOM, denominator="scheduled")
-        if not has_policy:  # a rule refuses the terms, correction and denominators of an objective that is dropped
+        if not has_policy:
             plain = {"correction": "none", "denominator": "scheduled", "aux_aggregation": "default"}
             asked = replace(asked, kl_coef=0.0, entropy_coef=0.0, **plain)
         asked = replace(asked, **given)

@@ -10,7 +10,6 @@ from ast import literal_eval
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import step_oracle as oracle
@@ -442,8 +441,16 @@ class Optimizer:
         return True, 0.0, 0
 
 
-def scheduler() -> SimpleNamespace:
-    return SimpleNamespace(step=lambda increment=0: None, get_lr=lambda group: 0.0)
+class Scheduler:
+    """Counts, as Megatron's."""
+
+    num_steps = 0
+
+    def step(self, increment: int = 0) -> None:
+        self.num_steps += increment
+
+    def get_lr(self, group: dict) -> float:
+        return 0.0
 
 
 def inherited_flags(host: str) -> list[tuple[dict, dict, str]]:

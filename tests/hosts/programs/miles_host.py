@@ -9,7 +9,6 @@ import importlib
 import os
 from argparse import Namespace
 from collections.abc import Sequence
-from unittest.mock import MagicMock
 
 import host_cases as hosts
 import rollout_hosts
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from megatron_pg.rollouts.sample import Sample
 
-LOSSES: dict = {}  # theirs, which a run with ours replaces
+THEIRS: dict = {}  # functions that a run with ours replaces
 
 
 def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[list[Tensor]], list[dict]]:
@@ -34,10 +33,11 @@ def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[li
 
     logged: list[dict] = []
     tracking.log = lambda args, metrics, step_key: logged.append(dict(metrics))
-    actor.get_data_iterator = data.get_data_iterator
-    actor.initialize_model_and_optimizer = lambda args, role: None
-    losses.value_loss_function = LOSSES.setdefault("value", losses.value_loss_function)
     role = "critic" if case.objective == "value" else "actor"
+    model = hosts.model(per_token=case.per_token, critic=role == "critic")
+    actor.initialize_model_and_optimizer = lambda args, role: ([model], None, None, 0)
+    for owner, name in ((losses, "value_loss_function"), (steps, "train_one_step")):
+        setattr(owner, name, THEIRS.setdefault(name, getattr(owner, name)))
     if args.custom_megatron_init_path:
         load_function(args.custom_megatron_init_path)(args)  # the last lines of its initialize.init
     actor.initialize_model_and_optimizer(args, role)
@@ -50,7 +50,6 @@ def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[li
             mine.teacher_log_probs = sample.teacher_logprobs.float()
     # the prompt is the only field that travels with a sample unread: which one it is
     mine = their_trainers.data_of_miles(args, theirs, prompt=list(range(len(theirs))))
-    model = hosts.model(per_token=case.per_token, critic=role == "critic")
     optimizer = hosts.Optimizer(model)
     iterators, counts = actor.get_data_iterator(args, [model], mine)
     if args.compute_advantages_and_returns:
@@ -63,7 +62,7 @@ def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[li
         args.loss_type = "value_loss"  # as its `train_critic`
     rollouts = data.get_num_rollouts(args, mine, len(counts))
     for number, (count, many) in enumerate(zip(counts, rollouts, strict=True)):
-        steps.train_one_step(args, 0, number, iterators, [model], optimizer, MagicMock(), count, many, None, 0)
+        steps.train_one_step(args, 0, number, iterators, [model], optimizer, hosts.Scheduler(), count, many, None, 0)
     return optimizer.found, logged
 
 

@@ -55,17 +55,14 @@ def parse_args(add_custom_arguments=None):
 
 
 class Iterator:
-    def __init__(self, data: dict, indices: Sequence[Sequence[int]]):
-        self.data, self.indices, self.next = data, indices, 0
+    def __init__(self, data: dict, *, copies: bool = False):
+        self.rollout_data, self.copies, self.next = data, copies, 0
 
     def get_next(self, keys: Sequence[str]) -> dict:
-        members, self.next = self.indices[self.next], self.next + 1
-        return {key: [self.data[key][i] for i in members] for key in keys if self.data.get(key) is not None}
-
-
-def get_data_iterator(args, model, rollout_data):
-    iterator = Iterator(rollout_data, rollout_data["micro_batch_indices"])
-    return [iterator], rollout_data["num_microbatches"]
+        data = self.rollout_data
+        members, self.next = data["micro_batch_indices"][self.next], self.next + 1
+        batch = {key: [data[key][i] for i in members] for key in keys if data.get(key) is not None}
+        return batch | ({"tokens": [tokens.clone() for tokens in batch["tokens"]]} if self.copies else {})
 
 
 def batch_of(iterator: Iterator) -> dict:
@@ -102,36 +99,38 @@ def scaled(args: Namespace, batch: dict, count: int, rollouts: int, logits: Tens
     return loss * count / rollouts * ranks, torch.tensor(1, dtype=torch.int), found
 
 
-def step(
+def train_one_step(
     args: Namespace,
-    number: int,
-    iterators: list,
-    model: Any,
+    rollout_id: int,
+    step_id: int,
+    data_iterator: list,
+    model: list,
     optimizer: Any,
-    count: int,
+    opt_param_scheduler: Any,
+    num_microbatches: int,
     rollouts: int,
     own: Any = None,
-) -> None:
+) -> tuple[dict, float]:
     """An optimizer step; with `own`, by that loss of the trainer instead of the one that it was told."""
-    model.zero_grad_buffer()
-    hook = load_function(args.custom_megatron_before_train_step_hook_path)
-    hook(args, 0, number, [model], optimizer, hosts.scheduler())
+    model[0].zero_grad_buffer()
 
     def forward_step(iterator, chunk):
         batch = batch_of(iterator)
         output = chunk(input_ids=batch["tokens"], packed_seq_params=batch["packed_seq_params"])
-        return output, own or partial(scaled, args, batch, count, rollouts)
+        return output, own or partial(scaled, args, batch, num_microbatches, rollouts)
 
     get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iterators,
-        model=[model],
-        num_microbatches=count,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=num_microbatches,
         seq_length=16,
         micro_batch_size=1,
         forward_only=False,
     )
-    optimizer.step()
+    _, grad_norm, _ = optimizer.step()
+    opt_param_scheduler.step(increment=rollouts)
+    return {}, grad_norm
 
 
 # --- a rollout ---
@@ -198,29 +197,22 @@ def train(
 ) -> tuple[list[list[Tensor]], list[dict]]:
     """Gradients of every optimizer step of a rollout, and what the logger was given.
 
-    `own`: as for `step`; `copies`: the trainer copies the samples' tokens after the steps are planned; `bypasses`: the
+    `own`: as for `train_one_step`; `copies`: the trainer copies the samples' tokens into its batches; `bypasses`: the
     model makes its logits without the product of its output layer; `own_pass`: the trainer computes log-probabilities
     by itself.
     """
     _logged.clear()
-    actor = sys.modules[f"{host}.backends.megatron_utils.actor"]
-    actor.get_data_iterator = partial(get_data_iterator, args, None) if host == "slime" else get_data_iterator
-    actor.initialize_model_and_optimizer = lambda args, role: hosts.model(
-        per_token=case.per_token, critic=role == "critic"
-    )
-    load_function(args.custom_megatron_init_path)(args)
-    model = actor.initialize_model_and_optimizer(args, "critic" if case.objective == "value" else "actor")
-    optimizer = hosts.Optimizer(model)
+    model = begun(host, case, args)
+    optimizer, scheduler = hosts.Optimizer(model), hosts.Scheduler()
     if bypasses and model.module.post_process:
         layer = model.module.output_layer
         layer.forward = lambda states: (states @ layer.weight.t(), None)
     if own_pass:
-        load_function(args.custom_megatron_before_log_prob_hook_path)(args, [model], "")
         model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
     data = rollout(case, found, args.qkv_format)
     if host == "miles":  # which has neither
         del data["local_raw_reward"], data["source_names"]
-    iterators, counts = actor.get_data_iterator(*([data] if host == "slime" else [args, [model], data]))
+    iterators = [Iterator(data, copies=copies)]  # fields are added to the data later
     if args.loss_type == "policy_loss" and case.num_steps == 1 and not args.use_critic:
         del data["log_probs"]  # they are the loss's own
     if not args.compute_advantages_and_returns:
@@ -229,23 +221,32 @@ def train(
     if case.objective == "value":
         args.loss_type = "value_loss"
     model.module.config.finalize_model_grads_func = finalize_model_grads
-    for number, (count, rollouts) in enumerate(zip(counts, data["num_rollouts"], strict=True)):
-        if copies:
-            data["tokens"] = [tokens.clone() for tokens in data["tokens"]]
-        step(args, number, iterators, model, optimizer, count, rollouts, own)
+    train_step = sys.modules[f"{host}.backends.megatron_utils.model"].train_one_step
+    counts = zip(data["num_microbatches"], data["num_rollouts"], strict=True)
+    for number, (count, rollouts) in enumerate(counts):
+        train_step(args, 0, number, iterators, [model], optimizer, scheduler, count, rollouts, own)
     mask = weakref.ref(data["loss_masks"][0])
     del data, iterators
     assert mask() is None, "a rollout's data are kept while the rollout engine needs the memory"
     return optimizer.found, list(_logged)
 
 
+def begun(host: str, case: Case, args: Namespace) -> Any:
+    """The model, which the host builds after the adapter's init."""
+    actor = sys.modules[f"{host}.backends.megatron_utils.actor"]
+    actor.initialize_model_and_optimizer = lambda args, role: (
+        [hosts.model(per_token=case.per_token, critic=role == "critic")],
+    )
+    load_function(args.custom_megatron_init_path)(args)
+    (model,), *_ = actor.initialize_model_and_optimizer(args, "critic" if case.objective == "value" else "actor")
+    return model
+
+
 def passed(host: str, case: Case, **more: Any) -> float:
     """Largest error of log-probabilities and entropies, computed before training, against float64 logits."""
     args = rollout_hosts.arguments(host, case, rollout_temperature=0.7, **more)
-    load_function(args.custom_megatron_init_path)(args)
-    model, found = hosts.model(per_token=False).eval(), hosts.samples()
+    model, found = begun(host, case, args).eval(), hosts.samples()
     data = rollout(case, found, args.qkv_format)
-    load_function(args.custom_megatron_before_log_prob_hook_path)(args, [model], "ref_")
     compute = sys.modules[f"{host}.backends.megatron_utils.actor"].get_log_probs_and_entropy
     outputs: list[dict] = []
 
@@ -259,7 +260,7 @@ def passed(host: str, case: Case, **more: Any) -> float:
     with torch.no_grad():
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[Iterator(data, data["micro_batch_indices"])],
+            data_iterator=[Iterator(data)],
             model=[model],
             num_microbatches=sum(data["num_microbatches"]),
             seq_length=16,
@@ -286,7 +287,7 @@ def passed(host: str, case: Case, **more: Any) -> float:
 
 def install(host: str) -> None:
     """Make the host's modules importable, with functions of its parameters where the adapter looks at them."""
-    real = {"log": log, "parse_args": parse_args}
+    real = {"log": log, "parse_args": parse_args, "train_one_step": train_one_step}
     declared = import_module(f"megatron_pg.{host}").HOST.all_signatures()
     for signature in [*declared, f"{host}.utils.arguments:parse_args(add_custom_arguments)"]:
         module, _, function = signature.rpartition("|")[2].partition(":")

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from megatron_pg.rollouts.sample import Sample
 
-LOSSES: dict = {}  # theirs, which a run with ours replaces
+THEIRS: dict = {}  # functions that a run with ours replaces
+BUILT: list = []  # what slime's function that builds the model returns: the model is there
 
 
 def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[list[Tensor]], list[dict]]:
@@ -46,13 +47,14 @@ def run(found: Sequence[Sample], args: Namespace, model: Any, optimizer: Any, de
 def begin(args: Namespace, device: torch.device) -> list[dict]:
     """What slime does before it builds the model; and the list of what its logger will be given."""
     from slime.backends.megatron_utils import actor, loss
+    from slime.backends.megatron_utils import model as steps
     from slime.utils.misc import load_function
 
     logged: list[dict] = []
-    for name in ("policy_loss_function", "value_loss_function"):
-        setattr(loss, name, LOSSES.setdefault(name, getattr(loss, name)))
+    for owner, name in ((loss, "policy_loss_function"), (loss, "value_loss_function"), (steps, "train_one_step")):
+        setattr(owner, name, THEIRS.setdefault(name, getattr(owner, name)))
     actor.compute_advantages_and_returns = loss.compute_advantages_and_returns
-    actor.initialize_model_and_optimizer = lambda args, role: None  # the model is there
+    actor.initialize_model_and_optimizer = lambda args, role: BUILT
     _moved("logging_utils").log = lambda args, metrics, step_key: logged.append(dict(metrics))
     if args.custom_megatron_init_path:
         load_function(args.custom_megatron_init_path)(args)  # the last lines of its initialize.init
@@ -87,13 +89,14 @@ def roll(found: Sequence[Sample], args: Namespace, model: Any, optimizer: Any) -
     boxes = manager._split_train_data_by_dp(manager._convert_samples_to_train_data(theirs))
     tags = {"ref"} if args.use_kl_loss else set()
     model.role = "critic" if model.module.is_critic else "actor"
+    BUILT[:] = [[model]]
     actor.initialize_model_and_optimizer(args, model.role)
     me = SimpleNamespace(
         args=args,
         role=model.role,
         model=[model],
         optimizer=optimizer,
-        opt_param_scheduler=hosts.scheduler(),
+        opt_param_scheduler=hosts.Scheduler(),
         weights_backuper=SimpleNamespace(backup_tags=tags, backup=lambda tag: None),
         _active_model_tag="actor",
         _switch_model=lambda tag: None,

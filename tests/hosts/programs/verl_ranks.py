@@ -34,6 +34,7 @@ from megatron_pg.hosts.verl.options import MODES as MODES_OF_VERL
 from megatron_pg.hosts.verl.options import checked
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.sample import Sample
+from megatron_pg.step.loss import microbatch_logprobs_loss
 
 LAYOUTS = {
     "dp2": {},
@@ -330,7 +331,8 @@ def modes(verl: SimpleNamespace) -> dict[str, list[float]]:
         step = HostStep(settings, lambda samples=samples: samples, data=mine)
         ours = [row[:n].clone().requires_grad_() for n, row in zip(lengths.tolist(), new, strict=True)]
         local = step.slice(range(6), (lengths + 1).tolist())
-        own = step.logprobs_loss(local, torch.cat([torch.nn.functional.pad(row, (0, 1)) for row in ours]))
+        output = torch.cat([torch.nn.functional.pad(row, (0, 1)) for row in ours])
+        own = step.keep(local, microbatch_logprobs_loss(output, None, local.fields, settings))
         own.backward()
         gradients = [(o.grad - t[: len(o)]).abs().max() for o, t in zip(ours, theirs.grad, strict=True)]
         assert min(float(row.grad.abs().max()) for row in ours) > 1e-4

@@ -14,6 +14,7 @@ from megatron_pg.hosts.startup import check
 from megatron_pg.hosts.step import HostStep
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.findings import StepReport
+from megatron_pg.step.loss import microbatch_loss
 
 SETTINGS = LossSettings.from_args(check("host", {}, megatron={}).args)
 
@@ -27,7 +28,8 @@ def report() -> StepReport:
         embedding, head = hosts.parameters()
         step = HostStep(SETTINGS, lambda: samples, data=torch.distributed.group.WORLD)
         local = step.slice(range(2), [len(sample.tokens) for sample in samples])
-        step.loss(local, torch.cat([embedding[s.tokens] @ head.T for s in samples]), None, 1.0)
+        logits = torch.cat([embedding[s.tokens] @ head.T for s in samples])
+        step.keep(local, microbatch_loss(logits, local.fields, SETTINGS, None))
         return step.finish(reports=True)
 
     return threads.run(1, work)[0]
@@ -96,17 +98,6 @@ def test_without_a_file_the_hosts_own_number_decides(report):
     log = HostLog(SETTINGS, {}, None)
     log.write(4, 8, report, grad_norm=1.0, learning_rate=0.1, skipped=False)
     assert log._iteration == 9
-
-
-def test_a_file_that_counts_from_0_is_continued_as_it_is(tmp_path, report):
-    """Files without rounds number steps as the host does."""
-    path = tmp_path / "m.jsonl"
-    path.write_text("".join(f'{{"iteration": {k}}}\n' for k in range(6)), encoding="utf-8")
-    run(path, report, {2: 2})
-    run(path, report, {3: 2})
-    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert [line["iteration"] for line in found] == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert [line.get("host_round") for line in found] == [None] * 4 + [2, 2, 3, 3]
 
 
 def test_a_line_that_is_not_valid_is_named(tmp_path, report):

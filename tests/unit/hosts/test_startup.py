@@ -8,13 +8,15 @@ from types import ModuleType
 import pytest
 
 from megatron_pg.args import ArgumentError
+from megatron_pg.hosts import startup
 from megatron_pg.hosts.patching import check_signatures
-from megatron_pg.hosts.startup import Inherited, check, start
+from megatron_pg.hosts.startup import Inherited, check
 from megatron_pg.plan.settings import LossSettings
 
 
 def rows_of(given=(), **rest) -> dict[str, str]:
-    return start("host", check("host", dict(given), megatron={}, **rest), scaling="as it does", says=False)[1]
+    checked = check("host", dict(given), megatron={}, **rest)
+    return startup.rows_of("host", checked, "as it does", LossSettings.from_args(checked.args))
 
 
 def test_what_is_not_given_has_its_default_and_the_loss_scaling_is_the_hosts():
@@ -50,7 +52,7 @@ def test_a_flag_of_the_host_replaces_ours(ours, theirs, is_default, value):
     flag = Inherited("--clip", "pg_clip_eps_low", theirs, is_default)
     args, rows = check("host", {"pg_clip_eps_low": ours}, megatron={}, answers=[flag])
     assert args.pg_clip_eps_low == value
-    assert rows == ([("inherited", f"--clip is --pg-clip-eps-low {value}")] if value == theirs else [])
+    assert rows == ({"inherited": f"--clip is --pg-clip-eps-low {value}"} if value == theirs else {})
 
 
 def test_two_flags_of_one_loss_that_differ_are_refused():
@@ -71,10 +73,10 @@ def test_every_violation_is_in_one_error():
         "their flag cannot",
         "--pg-dry-run ends",
         "--docs-per-step 3 sets the size of steps",
-        "--pg-correction top_entropy reads old_entropies, which the host",
-        "--loss-aggregation turn_mean reads turns of samples, which the host",
-        "--pg-sequence-level turn reads turns of samples, which the host",
-        "--pg-weight-denominator weights reads token_weights of samples, which the host",
+        "--pg-correction top_entropy reads old_entropies, which the batches of host",
+        "--loss-aggregation turn_mean reads turns, which the batches of host do not contain; remove it",
+        "--pg-sequence-level turn reads turns, which the batches of host do not contain; remove it",
+        "--pg-weight-denominator weights reads token_weights, which the batches of host",
         "--pg-temperature",
     ):
         assert part in text
@@ -85,7 +87,7 @@ def test_the_hosts_per_token_flag_decides_the_default_alone(given):
     """It says how host and Megatron divide; under Megatron's own loop it would contradict another aggregation."""
     checked = check("host", given, megatron={"calculate_per_token_loss": True})
     assert checked.args.loss_aggregation == given.get("loss_aggregation", "token_mean")
-    assert [name for name, _ in checked.rows] == (["per-token flag"] if given else [])
+    assert [*checked.rows] == (["per-token flag"] if given else [])
 
 
 @pytest.mark.parametrize("name", ["slime", "nemo_rl"])

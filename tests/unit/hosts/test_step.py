@@ -18,6 +18,7 @@ from megatron_pg.hosts.step import HostLossError, HostStep
 from megatron_pg.lm_head.output_layer import HeadCall
 from megatron_pg.plan.errors import NonFiniteLossError, StepPlanError
 from megatron_pg.plan.settings import LossSettings
+from megatron_pg.step.loss import microbatch_head_loss, microbatch_logprobs_loss, microbatch_loss
 
 
 def farthest(*ranks: list) -> tuple[int, float]:
@@ -44,7 +45,9 @@ def planned(loss: LossSettings, samples, **more) -> HostStep:
 def loss_of(step: HostStep, samples, logits, members) -> torch.Tensor:
     """Of a micro-batch with these samples of a rank."""
     local = step.slice(members, [len(samples[i].tokens) for i in members])
-    return step.loss(local, torch.cat([logits[i] for i in members]), None, 1.0)
+    return step.keep(
+        local, microbatch_loss(torch.cat([logits[i] for i in members]), local.fields, step._settings, None)
+    )
 
 
 def on_two_ranks(loss: LossSettings, samples, cuts) -> tuple[list[dict], list[torch.Tensor]]:
@@ -100,8 +103,10 @@ def test_a_critics_step_is_one_in_any_cut(aggregation, cut):
         for number, members in enumerate(cut):
             local = step.slice(members, [len(mine[i].tokens) for i in members])
             joined = torch.cat([values[i] for i in members])
-            total = step.logprobs_loss(local, joined) if number % 2 else step.loss(local, joined[:, None], None, 1.0)
-            total.backward()
+            if number % 2:
+                step.keep(local, microbatch_logprobs_loss(joined, None, local.fields, loss)).backward()
+            else:
+                step.keep(local, microbatch_loss(joined[:, None], local.fields, loss, None)).backward()
         return step.finish(reports=True).metrics, [each.grad for each in values]
 
     (metrics, first), (again, second) = threads.run(2, work)
@@ -190,9 +195,11 @@ def test_padded_rows_have_one_gradient_by_the_head_and_from_logits(head):
             local = step.slice(members, [width] * 4, side_by_side=loss.head_mode is not None)
             matrix = weight.clone().requires_grad_()
             if loss.head_mode:
-                step.head_loss(local, HeadCall(hidden, matrix, None, False), 1.0).backward()
+                call = HeadCall(hidden, matrix, None, False)
+                step.keep(local, microbatch_head_loss(call, local.fields, local.trained, loss)).backward()
             else:
-                step.loss(local, (hidden @ matrix.T).transpose(0, 1).flatten(0, 1), None, 1.0).backward()
+                logits = (hidden @ matrix.T).transpose(0, 1).flatten(0, 1)
+                step.keep(local, microbatch_loss(logits, local.fields, loss, None)).backward()
             found.append((step.finish(reports=True).metrics, hidden.grad, matrix.grad))
 
     threads.run(1, work)

@@ -246,11 +246,13 @@ def test_a_refusal_on_the_last_stage_stops_every_rank():
 
     def work(rank: int) -> str:
         head = HostHead(SimpleNamespace(float32_logits=False, head_mode="forward", head_backward="bf16"))
+        chunk = SimpleNamespace(output_layer=layer) if rank else SimpleNamespace()
+        group = [torch.distributed.new_group([each]) for each in range(2)][rank]
         with pytest.raises(ValueError, match="has its own forward") as error:
-            head.install([SimpleNamespace(output_layer=layer) if rank else SimpleNamespace()])
+            head.install([chunk], group)
         return type(error.value).__name__
 
-    assert threads.run(2, work) == ["ScheduleError"] * 2
+    assert threads.run(2, work) == ["StepPlanError"] * 2
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, Capped, Bypassing])

@@ -113,6 +113,7 @@ def test_columns_hold_the_topk_in_order_and_the_rank_of_the_sampled_token():
     assert gap.topk[2].tolist() == [-1.0, -2.0, -3.0]
     assert gap.topk[3].tolist() == [-0.5, -1.5, -math.inf]
     assert gap_of([sample(0, None)]).rank is None
+    assert gap_of([sample(0, {"ids": [[], [], []], "logprobs": [[], [], []]})]).rank is None
 
 
 def test_a_drawn_token_that_the_engine_has_added_is_none_of_the_likeliest():

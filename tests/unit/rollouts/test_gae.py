@@ -105,6 +105,10 @@ def test_gathered_values_of_context_parallel_ranks_give_the_same_bits(size):
         ({"values": [[0.0]]}, r"values have \[1\] entries and loss_masks \[3\]"),
         ({"values": [[0.0, 0.0, math.inf]]}, "values of response token 2 of the trajectory=inf is not a finite number"),
         ({"rewards": [[math.nan, 0.0, 0.0]]}, "rewards of response token 0 of the trajectory=nan"),
+        ({"rewards": [0.0, 0.0, 0.0]}, r"rewards=\[0.0, 0.0, 0.0\] is not a list for each turn"),
+        ({"loss_masks": [0, 1, 1]}, r"loss_masks=\[0, 1, 1\] is not a list for each turn"),
+        ({"loss_masks": [[0, 1, 2]]}, "loss_masks contain 2, which is neither 0 nor 1"),
+        ({"loss_masks": [[0, 1, math.nan]]}, "loss_masks contain nan"),
         ({"rewards": [[1.0, 0.0, 0.0]]}, "before the first trained token have no step"),
     ],
 )

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from megatron_pg.rollouts.printable import printable, shorten
+from megatron_pg.rollouts.printable import listed, printable, shorten
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,14 @@ def test_a_long_text_is_cut_before_it_is_escaped():
     assert printable("x" * 10_000, limit=None) == "x" * 10_000
     assert printable("x" * 10, limit=5) == "xx..."
     assert printable("\n" * 10, limit=5) == "\\n\\n..."
+
+
+def test_a_list_of_names_says_how_many_it_leaves_out():
+    assert listed(["a", "b\n", 3]) == "a, b\\n, 3"
+    assert listed(range(24)).endswith("22, 23")
+    assert listed(range(26)).endswith("22, 23 and 2 more")
+    assert listed([]) == ""
+    assert len(listed(["x" * 1000])) == 64
 
 
 def test_the_begin_of_a_value_is_that_of_its_text():

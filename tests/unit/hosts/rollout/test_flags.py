@@ -10,11 +10,17 @@ from megatron_pg.args import ArgumentError
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_pg.args.ArgumentWarning")  # about gspo's clip, and k3
 BOTH = [slime.HOST, miles.HOST]
 OF_HOSTS = [(host, *case) for host in BOTH for case in refused_flags("slime and miles")]
+SWITCHES_OF_MILES = (
+    *("true_on_policy_mode", "use_dynamic_global_batch_size", "delay_split_train_data_by_dp"),
+    *("skip_actor_forward_only", "observe_training_entropy", "debug_disable_optimizer"),
+)
 OF_MILES = {  # what slime accepts, or does not have
-    "rollout_top_p": (0.9, "--rollout-top-p 0.9: the batches do not contain the kept tokens"),
-    "pg_sampling_mask_missing": ("mask", "--pg-sampling-mask-missing and --pg-sampling-mask-entropy are of samples"),
+    "pg_sampling_mask_missing": ("mask", "--pg-sampling-mask-missing mask reads sampling_mask, which the batches of m"),
+    "pg_sampling_mask_entropy": ("kept", "--pg-sampling-mask-entropy kept reads sampling_mask"),
     "pg_term": (["sft:ce,weight=0.1"], "--pg-term sft:ce: the batches of miles name no loss terms"),
-    **{name: (2, f"--{name.replace('_', '-')} {reason}") for name, reason in miles.REFUSED.items()},
+    "rollout_top_p": (0.9, "--rollout-top-p 0.9 leaves the batches without the kept tokens; use 1.0"),
+    "multi_lora_n_adapters": (2, "--multi-lora-n-adapters 2 gives every adapter its own batch"),
+    **{name: (True, f"--{name.replace('_', '-')} {miles.Miles.unsupported[name]}") for name in SWITCHES_OF_MILES},
 }
 
 
@@ -28,7 +34,7 @@ def checked(host, given: dict, role: str = "policy"):
 def test_flags_of_the_host_are_inherited(host, given, ours, text):
     args, rows = checked(host, given)
     assert {name: getattr(args, name) for name in ours} == ours
-    assert text in dict(rows).get("inherited", "")
+    assert text in rows.get("inherited", "")
 
 
 @pytest.mark.parametrize(("given", "ours", "text"), inherited_flags("slime"))

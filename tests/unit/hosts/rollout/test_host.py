@@ -14,6 +14,7 @@ from megatron_pg import miles, slime
 from megatron_pg.args import ArgumentError
 from megatron_pg.hosts.rollout import trainer
 from megatron_pg.hosts.rollout.host import _USERS
+from megatron_pg.hosts.step import HostLossError
 
 HOSTS = {"slime": slime, "miles": miles}
 SCRIPT = """
@@ -80,62 +81,61 @@ def test_without_a_script_the_launcher_says_how_it_is_used(installed, host):
         HOSTS[host].HOST.main([])
 
 
-@pytest.mark.parametrize("host", HOSTS)
-def test_a_hook_of_the_users_is_called_before_ours(installed, host):
-    calls = []
-    sys.modules["users_own"] = type(sys)("users_own")
-    sys.modules["users_own"].hook = lambda *given: calls.append(given)
-    args = rollout_hosts.arguments(host, Case())
-    setattr(args, _USERS, {"custom_megatron_before_log_prob_hook_path": "users_own.hook"})
-    HOSTS[host].HOST.users_hook(args, "custom_megatron_before_log_prob_hook_path", 1, 2)
-    HOSTS[host].HOST.users_hook(args, "custom_megatron_init_path", 3)
-    assert calls == [(1, 2)]
-
-
 @pytest.fixture
 def actor(installed, monkeypatch):
-    """miles' module whose iterators the adapter takes."""
+    """The module of each host's actor, which builds a model without an output layer."""
     monkeypatch.setattr(trainer, "is_writer", lambda: False)
-    module = sys.modules["miles.backends.megatron_utils.actor"]
-    module.get_data_iterator = rollout_stand_in.get_data_iterator
-    return module
+    monkeypatch.setattr(trainer.RolloutTrainer, "install", lambda self, model: None)
+    modules = {host: sys.modules[f"{host}.backends.megatron_utils.actor"] for host in HOSTS}
+    for host, module in modules.items():
+        monkeypatch.setattr(HOSTS[host].HOST, "trainer", None)
+        module.initialize_model_and_optimizer = lambda args, role: ("the model of", role)
+    return modules
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_users_init_is_called_too_and_the_users_hooks_stay(actor, host):
+    calls = []
+    sys.modules["users_own"] = type(sys)("users_own")
+    sys.modules["users_own"].init = lambda *given: calls.append(given)
+    hooks = {f"custom_megatron_before_{kind}_hook_path": "users_own.hook" for kind in ("log_prob", "train_step")}
+    args = rollout_hosts.arguments(host, Case(), **hooks, **{_USERS: "users_own.init"})
+    HOSTS[host].init(args)
+    actor[host].initialize_model_and_optimizer(args, "actor")
+    assert calls == [(args,)]
+    assert hooks.items() <= vars(args).items()
 
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_second_init_changes_nothing(actor, host):
-    args = rollout_hosts.arguments(host, Case())
-    HOSTS[host].init(args)
-    first, trainer, iterators = dict(vars(args)), HOSTS[host].HOST.trainer, actor.get_data_iterator
-    HOSTS[host].init(args)
-    assert (vars(args), HOSTS[host].HOST.trainer, actor.get_data_iterator) == (first, trainer, iterators)
+    args, steps = rollout_hosts.arguments(host, Case()), sys.modules[f"{host}.backends.megatron_utils.model"]
+
+    def begun() -> tuple:
+        HOSTS[host].init(args)
+        functions = actor[host].initialize_model_and_optimizer, steps.train_one_step
+        functions[0](args, "actor")
+        return dict(vars(args)), HOSTS[host].HOST.trainer, functions
+
+    assert begun() == begun()
 
 
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_the_role_of_a_process_is_known_where_its_model_is_built(actor, monkeypatch, tmp_path, host, role):
     given = Case(objective="value")
-    of_host, module = HOSTS[host].HOST, sys.modules[f"{host}.backends.megatron_utils.actor"]
+    of_host = HOSTS[host].HOST
     monkeypatch.setattr(trainer, "is_writer", lambda: True)
-    monkeypatch.setattr(of_host, "trainer", None)
-    module.initialize_model_and_optimizer = lambda args, role: ("the model of", role)
     args = rollout_hosts.arguments(host, given, pg_metrics_file=str(tmp_path / "run" / "metrics.jsonl"))
     losses = sys.modules[of_host.losses]
     theirs = losses.value_loss_function
     HOSTS[host].init(args)
     assert of_host.trainer is None
-    built = module.initialize_model_and_optimizer(args, role)
+    built = actor[host].initialize_model_and_optimizer(args, role)
     of_host.trainer._log._file.close()
     assert built == ("the model of", role)
     assert of_host.trainer.settings.is_critic == (role == "critic")
     assert (losses.value_loss_function == theirs) == (role == "actor")
     assert of_host.trainer._log._file.path.name == {"actor": "metrics.jsonl", "critic": "metrics_critic.jsonl"}[role]
-
-
-def test_iterators_are_wrapped_once_for_several_runs_in_a_process(actor):
-    miles.init(rollout_hosts.arguments("miles", Case()))
-    iterators = actor.get_data_iterator
-    miles.init(rollout_hosts.arguments("miles", Case()))
-    assert actor.get_data_iterator is iterators
 
 
 def test_releases_of_slime_have_their_logger_in_two_places(installed, monkeypatch):
@@ -152,8 +152,11 @@ def test_releases_of_slime_have_their_logger_in_two_places(installed, monkeypatc
         slime.init(rollout_hosts.arguments("slime", Case()))
 
 
-def test_a_batch_that_miles_cuts_in_the_trainer_is_refused(monkeypatch):
-    monkeypatch.setattr(miles.HOST, "trainer", SimpleNamespace(plan=None))
-    monkeypatch.setattr(miles.HOST, "next_data", {"tokens": []})
-    with pytest.raises(ValueError, match="the rollout data have no micro_batch_indices"):
-        miles.before_train_step(rollout_hosts.arguments("miles", Case()), 0, 0)
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_first_step_of_a_rollout_plans_the_data_of_its_iterators(actor, host):
+    args, steps = rollout_hosts.arguments(host, Case()), sys.modules[f"{host}.backends.megatron_utils.model"]
+    HOSTS[host].init(args)
+    actor[host].initialize_model_and_optimizer(args, "actor")
+    iterators = [SimpleNamespace(rollout_data={"tokens": []})]
+    with pytest.raises(HostLossError, match=r"the rollout data have no response_lengths, .*, micro_batch_indices"):
+        steps.train_one_step(args, 0, 0, iterators, [], None, None, num_microbatches=1, rollouts=1)

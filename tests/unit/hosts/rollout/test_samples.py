@@ -33,7 +33,7 @@ def rollout_of(tokens, values, **more) -> Rollout:
 def prompts(indices, rollout_ids=(0, 1, 2, 3)) -> list:
     numbers = {"rollout_ids": list(rollout_ids), "sample_indices": list(indices)}
     rollout = rollout_of([torch.tensor([1, 2, 3])] * 4, [torch.ones(2)] * 4, **numbers)
-    return [sample.prompt_id for sample in rollout.samples(ALONE, needs_prompts=True)]
+    return [sample.prompt_id for sample in rollout.samples(range(4), ALONE, needs_prompts=True)]
 
 
 def test_responses_are_put_together_from_the_parts_of_every_context_parallel_rank():
@@ -45,11 +45,11 @@ def test_responses_are_put_together_from_the_parts_of_every_context_parallel_ran
         parts = [values[i] for values, i in zip(whole, index, strict=True)]
         assert all(len(part) < n for part, n in zip(parts, length, strict=True))
         rollout = rollout_of(tokens, parts, response_lengths=length)
-        samples = rollout.samples(torch.distributed.group.WORLD, needs_prompts=False)
+        samples = rollout.samples([1, 0], torch.distributed.group.WORLD, needs_prompts=False)
         return [(sample.old_logprobs, sample.advantages) for sample in samples]
 
     for found in threads.run(2, work):
-        for (old, advantages), values in zip(found, whole, strict=True):
+        for (old, advantages), values in zip(found, whole[::-1], strict=True):
             assert torch.equal(old, -values.double())
             assert torch.equal(advantages, values.double())
 
@@ -65,6 +65,7 @@ def test_steps_take_their_own_micro_batches():
     ("name", "value", "message"),
     [
         ("num_microbatches", None, "the rollout data have no num_microbatches"),
+        ("micro_batch_indices", None, "have no micro_batch_indices, .* In miles, use neither multimodal data, fewer"),
         ("sample_indices", None, "the rollout data have no sample_indices"),
         ("n", [6], "are inconsistent"),
         ("num_microbatches", [1, 2, 2], "are inconsistent"),
