@@ -21,53 +21,54 @@ from torch import Tensor
 from megatron_pg.declarations.aggregations import AGGREGATIONS, is_by_turn
 from megatron_pg.plan import collectives, exchange, plan
 from megatron_pg.plan.facts import COLUMNS
-from megatron_pg.plan.table import PROMPT, ROLLOUT, LocalTable, PlanRule
+from megatron_pg.plan.table import LocalTable, PlanRule
 
 MIB = 2**20
 _NAME = [exchange._KIND, exchange._KEY]  # columns of a unit's row
 
 
 def whole_step(ranks: int, samples: int) -> Tensor:
-    """[ranks * samples, width] the rows of all ranks' tables, one rank after the other."""
+    """[ranks * samples, width] keys, tokens and facts of all ranks' tables, one rank after the other."""
     generator = torch.Generator().manual_seed(ranks)
     size = ranks * samples
     numbers = torch.randperm(size, generator=generator)
     tokens = torch.randint(0, 4096, (size,), generator=generator)
     facts = torch.zeros(size, COLUMNS, dtype=torch.int64)
     keys = [-(2**62) - numbers // of * 2654435761 for of in (2, 16)]  # as of strings
-    return torch.cat([torch.stack([tokens, *keys, tokens], dim=1), facts], dim=1)
+    return torch.cat([torch.stack([*keys, tokens, tokens], dim=1), facts], dim=1)
 
 
 def table_of(rows: Tensor) -> LocalTable:
     """A rank's part of the exchange."""
-    return LocalTable(rows, True, True, int(rows[:, 0].sum()), int(rows[:, 0].sum()), rows[:, [ROLLOUT, PROMPT]])
+    (keys, tokens, facts), total = rows.split([2, 2, COLUMNS], dim=1), int(rows[:, 2].sum())
+    return LocalTable(keys, tokens, facts, True, True, total, total, total, keys)
 
 
 class Others:
     """The other ranks, as rank 0 hears of them."""
 
-    def __init__(self, rows: Tensor, rule: PlanRule, ranks: int, samples: int):
+    def __init__(self, rows: Tensor, ranks: int, samples: int):
         self.ranks, self.samples, self.received, self._calls = ranks, samples, 0, 0
         kinds = exchange.KINDS.values()
-        own = [exchange._own_units(table_of(rows), rule, kind, 0) for kind in kinds]  # as if one rank had them all
+        own = [exchange._own_units(table_of(rows), kind, 0) for kind in kinds]  # as if one rank had them all
         units = torch.cat([each.rows for each in own])
         owned = [exchange._owned_units(units, kind) for kind in kinds]
-        self._rows, first = self._sent_to_0(rows, rule)
+        self._rows, first = self._sent_to_0(rows)
         places = {tuple(unit): place for place, unit in enumerate(units[:, _NAME].tolist())}
         self._answers = exchange._answers(units, owned)[[places[tuple(unit)] for unit in first.tolist()]]
-        self._sums = torch.cat(exchange._sums(table_of(rows), rule, 0, own, owned, [owned[0].facts]))
+        self._sums = torch.cat(exchange._sums(table_of(rows), 0, own, owned, [owned[0].facts]))
 
-    def _sent_to_0(self, rows: Tensor, rule: PlanRule) -> tuple[Tensor, Tensor]:
+    def _sent_to_0(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Unit rows of all ranks that rank 0 owns, and the names of rank 0's own units in the order of the answers."""
         kinds = exchange.KINDS.values()
         is_0s = torch.stack([exchange._owners(rows[:, kind], self.ranks) == 0 for kind in kinds]).any(dim=0)
         messages = []
         for rank in (is_0s.nonzero().flatten() // self.samples).unique().tolist():
             mine = table_of(rows[rank * self.samples : (rank + 1) * self.samples])
-            units = torch.cat([exchange._own_units(mine, rule, kind, rank).rows for kind in kinds])
+            units = torch.cat([exchange._own_units(mine, kind, rank).rows for kind in kinds])
             units = units[exchange._owners(units[:, exchange._KEY], self.ranks) == 0]
             messages.append(torch.cat([torch.full((len(units), 1), rank), units], dim=1))
-        first = torch.cat([exchange._own_units(table_of(rows[: self.samples]), rule, kind, 0).rows for kind in kinds])
+        first = torch.cat([exchange._own_units(table_of(rows[: self.samples]), kind, 0).rows for kind in kinds])
         first = first[exchange._owners(first[:, exchange._KEY], self.ranks).argsort(stable=True)]
         return torch.cat(messages), first[:, _NAME]
 
@@ -94,7 +95,7 @@ def measured(rows: Tensor, aggregation: str, ranks: int, samples: int, repeats: 
     """Bytes that rank 0 receives, and median seconds of its part."""
     divisor = 4096.0 if AGGREGATIONS[aggregation].takes_divisor else None
     rule = PlanRule(aggregation=aggregation, divisor=divisor)
-    others, local, times = Others(rows, rule, ranks, samples), table_of(rows[:samples]), []
+    others, local, times = Others(rows, ranks, samples), table_of(rows[:samples]), []
     with (
         mock.patch.object(collectives, "all_gather_rows", others.gather),
         mock.patch.object(exchange, "all_to_all_rows", others.all_to_all),

@@ -30,7 +30,8 @@ IMPORTS = {
     "lm_head": {"declarations", "kernels"},
     "metrics": {"batch", "declarations", "kernels", "objectives", "rollouts"},
     "plan": {
-        *("batch", "declarations", "flags", "kernels", "lm_head", "metrics", "objectives", "reducers", "rollouts")
+        *("args", "batch", "declarations", "flags", "kernels", "lm_head", "metrics", "objectives", "reducers"),
+        "rollouts",
     },
     "step": {"batch", "declarations", "flags", "kernels", "lm_head", "metrics", "plan"},
     "cli": {

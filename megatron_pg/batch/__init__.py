@@ -1,7 +1,6 @@
 """Steps and their micro-batches: samples laid out as Megatron wants them, and this rank's slice of them."""
 
 from megatron_pg.batch.context_ranks import ContextRanks
-from megatron_pg.batch.experts import local_experts
 from megatron_pg.batch.fields import TokenFields
 from megatron_pg.batch.pack import PackedBatch, pack, pack_row, samples_of
 from megatron_pg.batch.sequences import Sequences
@@ -19,7 +18,6 @@ __all__ = [
     "cut_microbatches",
     "cut_over_ranks",
     "cut_steps",
-    "local_experts",
     "pack",
     "pack_row",
     "read_steps",

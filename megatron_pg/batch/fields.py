@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
@@ -84,10 +83,10 @@ class TokenFields:
 
     def per_token(self) -> dict[str, Any]:
         """The known fields [T] by name; those of a loss term as `term.field`. Payloads are not among them."""
-        known = {name: v for name, v in zip(_PER_TOKEN, _per_token(self), strict=True) if v is not None}
+        known = {name: getattr(self, name) for name in _PER_TOKEN}
         for term, own in self.terms.items():
-            known |= {f"{term}.{name}": v for name, v in zip(_OF_TERM, _of_term(own), strict=True) if v is not None}
-        return known
+            known |= {f"{term}.weights": own.weights, f"{term}.mask": own.mask}
+        return {name: values for name, values in known.items() if values is not None}
 
     @property
     def payloads(self) -> dict[str, Rows]:
@@ -103,9 +102,8 @@ class TokenFields:
             if dot:
                 by_term.setdefault(term, {})[kind] = values[name]
         terms = {term: TermFields(**values) for term, values in by_term.items()}
-        rest: dict[str, Any] = {"old_logprobs": None}
-        rest |= {name: v for name, v in values.items() if "." not in name}
-        return cls(**rest, terms=terms, sequences=sequences)
+        rest: dict[str, Any] = {name: v for name, v in values.items() if "." not in name}
+        return cls(**{"old_logprobs": None, **rest}, terms=terms, sequences=sequences)
 
     def at(self, rows: Tensor | slice) -> "TokenFields":
         """Select rows, for a loss that reads no sequences."""
@@ -118,5 +116,3 @@ class TokenFields:
 _NAMES = tuple(field.name for field in fields(TokenFields))
 _PAYLOADS = tuple(name for name in PAYLOADS if name in _NAMES)
 _PER_TOKEN = tuple(name for name in _NAMES if name not in (*_PAYLOADS, "terms", "sequences"))
-_OF_TERM = tuple(field.name for field in fields(TermFields))
-_per_token, _of_term = attrgetter(*_PER_TOKEN), attrgetter(*_OF_TERM)

@@ -11,7 +11,7 @@ from megatron_pg.batch.zigzag import padded_length
 from megatron_pg.rollouts.fields import Id
 from megatron_pg.rollouts.file import read_rollouts
 from megatron_pg.rollouts.lines import RolloutFileError
-from megatron_pg.rollouts.printable import printable
+from megatron_pg.rollouts.printable import show_path
 from megatron_pg.rollouts.sample import Sample
 
 
@@ -46,7 +46,7 @@ def read_steps(path: str | Path) -> list[list[Sample]]:
     try:
         check_boundaries([by_step[number] for number in numbers], numbers)
     except ValueError as error:
-        raise RolloutFileError(f"{printable(str(path), limit=None)}: {error}") from error
+        raise RolloutFileError(f"{show_path(path)}: {error}") from error
     return [by_step[number] for number in numbers]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_pg.rollouts.lines import append_whole
-from megatron_pg.rollouts.printable import printable
+from megatron_pg.rollouts.printable import printable, show_path
 
 _PROBE_BYTES = 2**12  # written and taken back, so that a full disk shows before the model is built
 _NO_LOCKS = errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK  # of file systems, such as Lustre, mounted without flock
@@ -42,7 +42,7 @@ class MetricsFile:
         self._objective: object = None  # that the file says was in force last
         self._lock: IO[bytes] | None = None
         _OPEN.add(self)
-        shown = printable(str(path), limit=None)
+        shown = show_path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path)
@@ -77,7 +77,7 @@ class MetricsFile:
         except OSError as error:
             self.num_missing = 1
             warnings.warn(
-                f"{printable(str(self.path), limit=None)} can no longer be written ({error.strerror}), so it ends "
+                f"{show_path(self.path)} can no longer be written ({error.strerror}), so it ends "
                 f"before step {record['iteration']}; training continues. Make room before the next run, or choose "
                 "another metrics_file.",
                 stacklevel=2,
@@ -119,7 +119,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 def _locked(path: Path) -> IO[bytes]:
     """The lock file, locked; the system releases it when the process ends."""
-    name, shown = path.with_name(path.name + ".lock"), printable(str(path), limit=None)
+    name, shown = path.with_name(path.name + ".lock"), show_path(path)
     while True:
         lock = name.open("a+b", buffering=0)
         try:
@@ -181,7 +181,7 @@ def _lines(path: Path) -> list[tuple[int, bytes]]:
             found.append((int(json.loads(line.decode("utf-8"))["iteration"]), line))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"{printable(str(path), limit=None)}:{number} is not a line of a metrics file. Choose another path."
+                f"{show_path(path)}:{number} is not a line of a metrics file. Choose another path."
             ) from error
     return found
 

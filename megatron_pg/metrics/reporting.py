@@ -9,6 +9,7 @@ import torch
 
 from megatron_pg.metrics.limits import Limit, red_flags
 from megatron_pg.metrics.table import METRICS
+from megatron_pg.rollouts.printable import shorten
 
 GROUP = "pg/"  # before every name in TensorBoard and W&B
 CONSOLE = (
@@ -76,13 +77,6 @@ def _real(name: str, value: Any) -> float:
     except (OverflowError, RuntimeError):  # too large for a float, or a complex tensor
         pass
     raise CallbackError(
-        f"on_step returned {name:.80}={_shown(value)}, which is not a real number in the range of float. Return "
+        f"on_step returned {name:.80}={shorten(value)}, which is not a real number in the range of float. Return "
         "floats, ints or tensors with one element."
     )
-
-
-def _shown(value: object) -> str:
-    try:
-        return f"{value!r:.80}"
-    except ValueError:  # an integer with more digits than Python prints
-        return f"a very long {type(value).__name__}"

@@ -1,6 +1,5 @@
-"""The collectives of the plugin, on the device that a group needs: tables and texts, never pickled objects."""
+"""The collectives of the plugin, on the device that a group needs: tables and whole texts, never pickled objects."""
 
-import json
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -47,10 +46,21 @@ def gathered(values: Tensor, group: ProcessGroup | None, error: Exception | None
     return values[None] if group is None else all_gather_rows(values, group, error=error)
 
 
-def gathered_parts(values: Tensor, sizes: Sequence[int], group: ProcessGroup | None) -> list[Tensor]:
-    """The values of each rank, [sizes[rank]], in rank order; one collective."""
-    rows = gathered(torch.nn.functional.pad(values, (0, max(sizes) - len(values))), group)
+def gathered_parts(
+    values: Tensor, sizes: Sequence[int], group: ProcessGroup | None, error: Exception | None = None
+) -> list[Tensor]:
+    """The values of each rank, [sizes[rank]], in rank order; one collective, none where no rank has a value."""
+    if not (longest := max(sizes)):
+        return [values] * len(sizes)
+    rows = gathered(torch.nn.functional.pad(values, (0, longest - len(values))), group, error)
     return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+
+
+def gathered_texts(text: str, group: ProcessGroup | None, error: Exception | None = None) -> list[str]:
+    """The text of each rank, in rank order, as `gathered`; two collectives, one where no rank has a text."""
+    data = encode(text)
+    sizes = gathered(torch.tensor([len(data)]), group, error)[:, 0].tolist()
+    return [decode(part) for part in gathered_parts(data, sizes, group, error)]
 
 
 def rank_of(group: ProcessGroup | None) -> int:
@@ -77,29 +87,23 @@ def all_reduced(values: Tensor, operation: dist.ReduceOp.RedOpType, group: Proce
     return combined.cpu()
 
 
-def broadcast_text(text: str, source: int, *, size: int = 1024) -> str:
-    """The text of rank `source` of the default group, truncated to `size` bytes."""
-    data = encode(text, size).to(device_of(None))
-    dist.broadcast(data, src=source)
+def broadcast_text(text: str, source: int, group: ProcessGroup | None = None) -> str:
+    """The text of rank `source` of `group` (None: the default group); two collectives, one for an empty text."""
+    first = source if group is None else dist.get_global_rank(group, source)
+    data = encode(text).to(device_of(group))
+    size = torch.tensor([len(data)], device=data.device)
+    dist.broadcast(size, src=first, group=group)
+    data = data if len(data) == size else data.new_empty(int(size))
+    if len(data):
+        dist.broadcast(data, src=first, group=group)
     return decode(data.cpu())
 
 
-def broadcast_values(values: list, group: ProcessGroup, source: int = 0) -> list:
-    """The integers and strings of rank `source` of `group`."""
-    data, device = bytearray(json.dumps(values).encode()), device_of(group)
-    size, source = torch.tensor([len(data)], device=device), dist.get_global_rank(group, source)
-    dist.broadcast(size, src=source, group=group)
-    text = torch.frombuffer(data[: int(size)].ljust(int(size)), dtype=torch.uint8).to(device)
-    dist.broadcast(text, src=source, group=group)
-    return json.loads(decode(text.cpu()))
-
-
-def encode(text: str, size: int) -> Tensor:
-    """[size] uint8: the text as UTF-8, truncated or padded."""
-    data = text.encode(errors="backslashreplace")[:size].ljust(size, b"\0")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def encode(text: str) -> Tensor:
+    """[bytes] uint8: the text as UTF-8."""
+    return torch.tensor([*text.encode(errors="backslashreplace")], dtype=torch.uint8)
 
 
 def decode(data: Tensor) -> str:
     """The text in the bytes of `encode`."""
-    return bytes(data.numpy().tobytes()).rstrip(b"\0").decode(errors="ignore")
+    return data.numpy().tobytes().decode()

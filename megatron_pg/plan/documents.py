@@ -241,37 +241,16 @@ class Accumulator(ABC):
     ) -> tuple[list[Counts], list[PackedBatch], Exception | None]:
         """Take the step's documents: the counts of all ranks that take their own, this rank's micro-batches and error.
 
-        The micro-batches are only valid if no rank has failed.
+        The counts report a failure of any rank; the micro-batches are only valid without one.
         """
-
-
-class DocumentAccumulator(Accumulator):
-    """Takes a rank's documents step by step.
-
-    Args:
-        rule: the same on every rank.
-        packing: how documents become micro-batches; the same on every rank.
-        position: the position at which the run begins.
-    """
-
-    def __init__(self, *, rule: StepRule, packing: Packing, position: Position):
-        super().__init__(rule, position, capacity=packing.capacity, size_of=packing.size_of)
-        self._packing = packing
-
-    def _fill(
-        self, draft: "Draft", group: ProcessGroup | None, error: Exception | None, schedulable: Callable[[int], int]
-    ) -> tuple[list[Counts], list[PackedBatch], Exception | None]:
-        table, error = self._rounds(draft, group, error)
-        if any(counts.has_failed for counts in table) or error is not None:
-            return table, [], error
-        count = schedulable(max(counts.microbatches for counts in table))
-        empty: list[list[Sample]] = [[]] * (count - len(draft.microbatches))
-        return table, [self._packing.pack(part) for part in [*draft.microbatches, *empty]], None
 
     def _rounds(
         self, draft: "Draft", group: ProcessGroup | None, error: Exception | None
     ) -> tuple[list[Counts], Exception | None]:
-        """Take documents until the step is full, they have ended, or a rank has failed; all ranks' counts."""
+        """Take documents until the step is full, they have ended, or a rank has failed; all ranks' counts.
+
+        Without a group this rank takes the whole step.
+        """
         rank = rank_of(group)
         size = 1 if group is None else torch.distributed.get_world_size(group)
         table, has_progressed = [Counts()] * size, True
@@ -304,8 +283,11 @@ class DocumentAccumulator(Accumulator):
             if rows[:, 0].all():
                 shares = whole_groups([each.nonzero().flatten().tolist() for each in rows], wanted)
                 if shares is None:
+                    of_rank = " on rank {}" if len(table) > 1 else ""  # else every rank takes the same documents
                     next_groups = ", ".join(
-                        f"{counts.next_group} on rank {r}" for r, counts in enumerate(table) if not counts.has_ended
+                        f"{counts.next_group}{of_rank.format(r)}"
+                        for r, counts in enumerate(table)
+                        if not counts.has_ended
                     )
                     raise ValueError(
                         f"--docs-per-step {wanted} with --docs-per-step-policy exact: {wanted - _total(table)} "
@@ -335,6 +317,30 @@ class DocumentAccumulator(Accumulator):
             return None
         limits[able[0]] = missing
         return limits
+
+
+class DocumentAccumulator(Accumulator):
+    """Takes a rank's documents step by step.
+
+    Args:
+        rule: the same on every rank.
+        packing: how documents become micro-batches; the same on every rank.
+        position: the position at which the run begins.
+    """
+
+    def __init__(self, *, rule: StepRule, packing: Packing, position: Position):
+        super().__init__(rule, position, capacity=packing.capacity, size_of=packing.size_of)
+        self._packing = packing
+
+    def _fill(
+        self, draft: "Draft", group: ProcessGroup | None, error: Exception | None, schedulable: Callable[[int], int]
+    ) -> tuple[list[Counts], list[PackedBatch], Exception | None]:
+        table, error = self._rounds(draft, group, error)
+        if any(counts.has_failed for counts in table):
+            return table, [], error
+        count = schedulable(max(counts.microbatches for counts in table))
+        empty: list[list[Sample]] = [[]] * (count - len(draft.microbatches))
+        return table, [self._packing.pack(part) for part in [*draft.microbatches, *empty]], None
 
 
 class Draft:

@@ -10,7 +10,6 @@ Every rank executes the same collectives. An error travels in the heads or the r
 rank.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +18,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from megatron_pg.plan.collectives import all_reduced, all_to_all_rows, decode, encode, gathered, rank_of
+from megatron_pg.plan.collectives import (
+    all_reduced,
+    all_to_all_rows,
+    decode,
+    encode,
+    gathered,
+    gathered_parts,
+    gathered_texts,
+    rank_of,
+)
 from megatron_pg.plan.errors import StepPlanError, message_of
 from megatron_pg.plan.facts import (
     NOTHING,
@@ -34,13 +42,11 @@ from megatron_pg.plan.facts import (
     of_environments,
     unit_facts,
 )
-from megatron_pg.plan.table import FACTS, MODULUS, PROMPT, ROLLOUT, LocalTable, PlanRule, hash_of
+from megatron_pg.plan.table import MODULUS, PROMPT, ROLLOUT, SUMMED, LocalTable, PlanRule, hash_of
 
-MESSAGE = 512  # bytes of a rank's error, or of an id, that are sent to the others
-KINDS = {"rollout_id": ROLLOUT, "prompt_id": PROMPT}  # of units: their column in the table
+KINDS = {"rollout_id": ROLLOUT, "prompt_id": PROMPT}  # of units: their column of keys
 MIXED = "prompts"  # the stray of a rollout that belongs to two prompts
 _KIND, _KEY, _PART, _PLACE, _TOKENS = range(5)  # columns of a unit's row; its facts come after the tokens
-_TOTALS = ("num_trained", "num_positions", "num_response_tokens", "num_missing")  # of a table and a step
 _NOWHERE = 2**52  # above every place and exact in float64: of a unit whose samples another rank counts
 
 
@@ -60,10 +66,9 @@ class Head(NamedTuple):
     @classmethod
     def of(cls, local: LocalTable, rule: PlanRule, error: Exception | None) -> "Head":
         """The head of this rank."""
-        has_ids = (int(local.has_rollout_ids), int(local.has_prompt_ids)) if len(local.rows) else (-1, -1)
-        sizes = len(local.rows), int(error is not None), *has_ids, local.num_microbatches, local.has_sampling_mask
-        environments = len(json.dumps(local.environments)) if local.environments else 0
-        return cls(*sizes, environments, hash_of(repr(rule.agreed)) >> 33, local.content)
+        has_ids = (int(local.has_rollout_ids), int(local.has_prompt_ids)) if len(local.keys) else (-1, -1)
+        sizes = len(local.keys), int(error is not None), *has_ids, local.num_microbatches, local.has_sampling_mask
+        return cls(*sizes, len(_encoded(local.environments)), hash_of(repr(rule.agreed)) >> 33, local.content)
 
     @property
     def row(self) -> Tensor:
@@ -76,20 +81,21 @@ def gather_heads(head: Head, error: Exception | None, group: ProcessGroup | None
     rows = gathered(head.row, group, error).tolist()
     heads = [Head._make([*values, (high << 31) + low]) for *values, high, low in rows]
     if failed := [rank for rank, other in enumerate(heads) if other.failed]:
-        messages = gathered(encode("" if error is None else message_of(error), MESSAGE), group, error)
-        texts = [decode(messages[rank]) for rank in failed]
-        if len(failed) == len(heads) and len(set(texts)) == 1:  # the same on every rank
+        texts = gathered_texts("" if error is None else message_of(error), group, error)
+        if len(set(texts)) == 1:  # the same on every rank
             raise StepPlanError(texts[0])
-        raise StepPlanError(f"data-parallel rank {failed[0]}: {texts[0]}")
+        raise StepPlanError(f"data-parallel rank {failed[0]}: {texts[failed[0]]}")
     return heads
 
 
 def gather_environments(names: Sequence[str], heads: Sequence[Head], group: ProcessGroup | None) -> list[str]:
     """The sorted names of all ranks' environments; a collective only if a head announces some."""
-    if not (size := max(head.environments for head in heads)):
-        return []
-    rows = gathered(encode(json.dumps(names), size), group)
-    return sorted({name for row in rows for name in json.loads(decode(row))})
+    parts = gathered_parts(_encoded(names), [head.environments for head in heads], group)
+    return sorted({name for part in parts for name in decode(part).splitlines()})
+
+
+def _encoded(environments: Sequence[str]) -> Tensor:
+    return encode("\n".join(environments))  # they are printable
 
 
 class Stray(NamedTuple):
@@ -104,7 +110,7 @@ _NO_STRAY = Stray(_NOWHERE, _NOWHERE)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Units:
-    """Rollouts or prompts of the step. C columns: `PlanRule.counted`."""
+    """Rollouts or prompts of the step; C columns as in `LocalTable.tokens`."""
 
     tokens: Tensor  # [n, C] int64, of the unit of each held sample; 0 where the column has no such unit
     counted: list[int]  # [C] units with a sample of the column
@@ -126,7 +132,7 @@ class WholeStep:
     num_response_tokens: int
     num_missing: int
     is_flat: Tensor  # [n] bool, of each held sample: its prompt group's rewards are all equal
-    is_flat_row: Tensor  # [S] bool, the same of each row of the table
+    is_flat_row: Tensor  # [S] bool, the same of each sample of the table
     is_balanced: bool  # whether ranks that share a micro-batch have the same one
     facts: SampleFacts
     strays: Mapping[str, Stray]  # by kind: a unit of `PlanRule.undivided` on two ranks; by field: two values; `MIXED`
@@ -140,13 +146,13 @@ def exchange(
     Without a group this process alone is counted.
     """
     rank = rank_of(group)
-    held = [_own_units(local, rule, kind, rank) for kind in KINDS.values()]
+    held = [_own_units(local, kind, rank) for kind in KINDS.values()]
     deal = _Deal(torch.cat([units.rows for units in held]), group)
     owned = [_owned_units(deal.rows, kind) for kind in KINDS.values()]
     answers = deal.answered(_answers(deal.rows, owned)).split([len(units.rows) for units in held])
     strays = _own_strays(owned, rule)
     of_rollouts = owned[0].facts, *of_environments(owned[0].facts, environments)
-    sums = _combined(_sums(local, rule, rank, held, owned, of_rollouts), ReduceOp.SUM, group)
+    sums = _combined(_sums(local, rank, held, owned, of_rollouts), ReduceOp.SUM, group)
     largest = _combined(_largest(held, of_rollouts, strays.values()), ReduceOp.MAX, group)
     *totals, balance = sums[0].tolist()
     return WholeStep(
@@ -157,7 +163,7 @@ def exchange(
             )
         },
         tokens=sums[1].tolist(),
-        **dict(zip(_TOTALS, totals, strict=True)),
+        **dict(zip(SUMMED, totals, strict=True)),
         is_flat=answers[-1][held[-1].of_held, -1] > 0,
         is_flat_row=answers[-1][held[-1].of_rows, -1] > 0,
         is_balanced=balance % MODULUS == 0,
@@ -174,23 +180,22 @@ class _OwnUnits(NamedTuple):
     of_rows: Tensor  # [S] the row of each sample of the table
 
 
-def _own_units(local: LocalTable, rule: PlanRule, kind: int, rank: int) -> _OwnUnits:
+def _own_units(local: LocalTable, kind: int, rank: int) -> _OwnUnits:
     """A rollout has one row per prompt; valid data have one prompt per rollout."""
-    keys = torch.cat([local.held[:, kind - ROLLOUT], local.rows[:, kind]])
-    prompts = torch.cat([local.held[:, PROMPT - ROLLOUT], local.rows[:, PROMPT]])
+    keys, prompts = torch.cat([local.held, local.keys])[:, [kind, PROMPT]].unbind(dim=1)
     parts = prompts if kind == ROLLOUT else torch.zeros_like(prompts)
     numbers = _numbered(keys) * (len(keys) + 1) + _numbered(parts)
     units, inverse = numbers.unique(return_inverse=True)
-    of_held, brought = inverse.split([len(local.held), len(local.rows)])
-    number, places = len(units), torch.arange(len(local.rows)) + (rank << 32)
+    of_held, brought = inverse.split([len(local.held), len(local.keys)])
+    number, places = len(units), torch.arange(len(local.keys)) + (rank << 32)
     heads = torch.full((number, _TOKENS), kind, dtype=torch.int64)
     heads[inverse, _KEY], heads[inverse, _PART] = keys, parts
     heads[:, _PLACE] = torch.full((number,), _NOWHERE).scatter_reduce(0, brought, places, "amin")
-    facts = unit_facts(local.rows[:, FACTS])
+    facts = unit_facts(local.facts)
     if kind == PROMPT:  # without prompt ids there are no groups of rewards
-        facts = unit_facts(local.rows[:, FACTS] * local.has_prompt_ids, local.rows[:, ROLLOUT])
+        facts = unit_facts(local.facts * local.has_prompt_ids, local.keys[:, ROLLOUT])
     merged = merged_facts(facts, brought, number)
-    tokens = _added(local.rows[:, rule.counted], brought, number)
+    tokens = _added(local.tokens, brought, number)
     return _OwnUnits(torch.cat([heads, tokens, merged], dim=1), of_held, brought)
 
 
@@ -263,19 +268,13 @@ def _answers(rows: Tensor, owned: Sequence[_OwnedUnits]) -> Tensor:
 
 
 def _sums(
-    local: LocalTable,
-    rule: PlanRule,
-    rank: int,
-    held: Sequence[_OwnUnits],
-    owned: Sequence[_OwnedUnits],
-    of_rollouts: Sequence[Tensor],
+    local: LocalTable, rank: int, held: Sequence[_OwnUnits], owned: Sequence[_OwnedUnits], of_rollouts: Sequence[Tensor]
 ) -> list[Tensor]:
     """Integers to sum over the ranks; `of_rollouts`: facts of all owned rollouts, then by environment."""
     balance = sum(share.balance(rank) for share in local.shares) % MODULUS
-    num_trained = int(local.rows[:, rule.any_term].clamp(min=0).sum())
     parts = [
-        torch.tensor([num_trained, local.num_positions, local.num_response_tokens, local.num_missing, balance]),
-        local.rows[:, rule.counted].clamp(min=0).sum(dim=0),
+        torch.tensor([*(getattr(local, name) for name in SUMMED), balance]),
+        local.tokens.clamp(min=0).sum(dim=0),
         torch.cat([fact_sums(rollouts) for rollouts in of_rollouts]),
         count_groups(owned[-1].facts),
     ]

@@ -126,101 +126,64 @@ def _are_groups(prompts: Tensor) -> Tensor:
     return prompts[:, LAST] > prompts[:, FIRST]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFacts:
-    """Statistics over the rollouts of a step that carry a value; None where no rollout does.
+    """Statistics over the rollouts of a step that carry a value; None where no rollout does."""
 
-    Args:
-        sums: `fact_sums` of all rollouts.
-        largest: `largest_facts` of all rollouts.
-        groups: `count_groups` of all prompts.
-        environments: the same for the rollouts of each environment, by its name.
-    """
-
-    sums: Tensor
-    largest: Tensor
-    groups: Tensor
-    environments: Mapping[str, "SampleFacts"] = field(default_factory=dict)
+    num_rollouts: int  # of the objective, fully masked ones included
+    num_rewards: int | None  # rollouts that carry a reward
+    reward: float | None  # mean, rounded once
+    reward_std: float | None  # √(Σ (R - mean)² / n)
+    max_reward: float | None  # NaN where one is
+    min_reward: float | None  # NaN where one is
+    zero_variance_fraction: float | None  # of prompts with two rewards or more: those whose rewards are equal
+    response_length: float | None  # mean over rollouts, of response tokens of all their samples, trained or not
+    max_response_length: float | None
+    truncated_fraction: float | None  # of the rollouts of which a sample says whether it is
+    environments: Mapping[str, "SampleFacts"] = field(default_factory=dict)  # the same for the rollouts of each
 
     @classmethod
     def of(cls, sums: Tensor, largest: Tensor, groups: Tensor, names: Sequence[str] = ()) -> "SampleFacts":
-        """From sums and largest values of all rollouts, followed by those of each environment."""
+        """From `count_groups` of all prompts, and `fact_sums` and `largest_facts` of all rollouts.
+
+        The sums and the largest values are followed by those of the rollouts of each environment.
+        """
         (of_all, *sums_of), (largest_of_all, *largest_of) = sums.split(_SUMS), largest.split(3)
-        parts = zip(names, sums_of, largest_of, strict=True)
-        none = torch.zeros_like(groups)
-        return cls(of_all, largest_of_all, groups, {name: cls(s, most, none) for name, s, most in parts})
-
-    @property
-    def num_rollouts(self) -> int:
-        """Rollouts of the objective, fully masked ones included."""
-        return int(self.sums[0])
-
-    @property
-    def num_rewards(self) -> int | None:
-        """Rollouts that carry a reward."""
-        return int(self.sums[4]) or None
-
-    @property
-    def _special(self) -> float | None:
-        """What rewards that are not finite add up to."""
-        nan, positive, negative = (bool(n) for n in self.sums[5:8])
-        if nan or (positive and negative):
-            return math.nan
-        return math.inf if positive else -math.inf if negative else None
-
-    @property
-    def reward(self) -> float | None:
-        """Mean, rounded once."""
-        if self.num_rewards is None or self._special is not None:
-            return self._special
-        return whole_of(self.sums[8 : 8 + _SUM]) / (self.num_rewards << _UNIT)
-
-    @property
-    def reward_std(self) -> float | None:
-        """√(Σ (R - mean)² / n)."""
-        if self.num_rewards is None:
-            return None
-        if self._special is not None:
-            return math.nan
-        total, squares = whole_of(self.sums[8 : 8 + _SUM]), whole_of(self.sums[8 + _SUM :])
-        return _root(self.num_rewards * squares - total**2, self.num_rewards**2 << 2 * _UNIT)
-
-    @property
-    def max_reward(self) -> float | None:
-        """Largest; NaN where one is."""
-        return self._extreme(float(self.largest[0]))
-
-    @property
-    def min_reward(self) -> float | None:
-        """Smallest; NaN where one is."""
-        return self._extreme(-float(self.largest[1]))
-
-    def _extreme(self, value: float) -> float | None:
-        return None if self.num_rewards is None else math.nan if self.sums[5] else value
-
-    @property
-    def zero_variance_fraction(self) -> float | None:
-        """Share of the prompts with rewards of two rollouts or more whose rewards are all equal."""
-        return _share(self.groups[1], self.groups[0])
-
-    @property
-    def response_length(self) -> float | None:
-        """Mean over rollouts, of response tokens of all their samples, trained or not."""
-        return _share(self.sums[1], self.sums[0])
-
-    @property
-    def max_response_length(self) -> float | None:
-        """Largest."""
-        return float(self.largest[2]) if self.sums[0] else None
-
-    @property
-    def truncated_fraction(self) -> float | None:
-        """Share of the rollouts of which a sample says whether it is."""
-        return _share(self.sums[3], self.sums[2])
+        parts, none = zip(names, sums_of, largest_of, strict=True), torch.zeros_like(groups)
+        environments = {name: cls.of(of_one, most, none) for name, of_one, most in parts}
+        counts, of_rewards = of_all.tensor_split([8])
+        rollouts, length, known, truncated, rewards, *special = counts.tolist()
+        total, squares = (whole_of(limbs) for limbs in of_rewards.split([_SUM, _SQUARES]))
+        mean, deviation = _moments(total, squares, rewards, special)
+        most, negative_least, longest = largest_of_all.tolist()
+        extremes = (math.nan, math.nan) if special[0] else (most, -negative_least)
+        return cls(
+            num_rollouts=rollouts,
+            num_rewards=rewards or None,
+            reward=mean,
+            reward_std=deviation,
+            max_reward=extremes[0] if rewards else None,
+            min_reward=extremes[1] if rewards else None,
+            zero_variance_fraction=_share(int(groups[1]), int(groups[0])),
+            response_length=_share(length, rollouts),
+            max_response_length=longest if rollouts else None,
+            truncated_fraction=_share(truncated, known),
+            environments=environments,
+        )
 
 
-def _share(part: Tensor, whole: Tensor) -> float | None:
-    return int(part) / int(whole) if whole else None
+def _moments(total: int, squares: int, count: int, special: Sequence[int]) -> tuple[float | None, float | None]:
+    """Mean and standard deviation of rewards from their exact sums; `special`: how many are NaN, inf, -inf."""
+    nan, positive, negative = special
+    if not count:
+        return None, None
+    if any(special):
+        return math.nan if nan or (positive and negative) else math.inf if positive else -math.inf, math.nan
+    return total / (count << _UNIT), _root(count * squares - total**2, count**2 << 2 * _UNIT)
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 def limbs_of(value: int, number: int) -> list[int]:

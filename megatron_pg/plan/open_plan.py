@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import PackedBatch, samples_of
 from megatron_pg.declarations.aggregations import AGGREGATIONS, is_by_turn
-from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, LossTerm
 from megatron_pg.plan.errors import ScheduleError
 from megatron_pg.plan.planned_step import PlannedStep
@@ -84,12 +83,12 @@ class OpenPlan:
     @property
     def sizes(self) -> list[int]:
         """Samples of each add."""
-        return [len(table.rows) for table in self._tables]
+        return [len(table.keys) for table in self._tables]
 
     def count_kept(self, counts: Tensor) -> None:
         """Set the counted tokens of the added samples, [S] int64, which are known after their forwards."""
         for table, part in zip(self._tables, counts.split(self.sizes), strict=True):
-            table.rows[:, KEPT] = part
+            table.tokens[:, KEPT] = part
 
     def _units_of(self, samples: Sequence[Sample]) -> set[tuple[str, Id | None]]:
         return {(kind, getattr(sample, kind)) for sample in samples for kind in self.rule.undivided}
@@ -148,7 +147,7 @@ def _unit(aggregation: str) -> str:
 
 def _refuse_second_numbers(settings: LossSettings) -> None:
     """Refuse what has another number of the step in its weights than the objective, or chooses tokens of the step."""
-    rule, selection = settings.plan_rule, CORRECTIONS[settings.correction.name].selection
+    rule, selection = settings.plan_rule, settings.correction.declared.selection
     unit = _unit(rule.aggregation)
     has_other_depths = settings.mtp_aggregation != AS_POLICY or unit == "token" or rule.live_only or rule.others
     counts_groups = settings.counts_after_forward and unit == "prompt"

@@ -4,6 +4,7 @@ All later parts (kernels, context parallelism, pipeline, metrics) only read weig
 receives the same counts and strays, so an error is raised on every rank.
 """
 
+import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,22 +14,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_pg.args import disagreement
 from megatron_pg.batch import ContextRanks
 from megatron_pg.declarations.aggregations import AGGREGATIONS, is_by_turn
 from megatron_pg.declarations.loss_terms import AS_POLICY
-from megatron_pg.plan.collectives import decode, encode, gathered, rank_of
+from megatron_pg.plan.collectives import gathered, gathered_texts, rank_of
 from megatron_pg.plan.errors import StepPlanError
-from megatron_pg.plan.exchange import (
-    KINDS,
-    MESSAGE,
-    MIXED,
-    Head,
-    Stray,
-    WholeStep,
-    exchange,
-    gather_environments,
-    gather_heads,
-)
+from megatron_pg.plan.exchange import KINDS, MIXED, Head, Stray, WholeStep, exchange, gather_environments, gather_heads
 from megatron_pg.plan.facts import SampleFacts
 from megatron_pg.plan.table import (
     PROMPT,
@@ -38,18 +30,16 @@ from megatron_pg.plan.table import (
     PlanRule,
     SelectionFacts,
     Share,
-    count_positions,
-    hash_of,
-    table_of_counts,
+    check_one_each,
+    table_of,
     whole_counts,
 )
 from megatron_pg.plan.unique_ids import prompts_message, rollouts_message
-from megatron_pg.reducers import StepCounts, reducer_of
+from megatron_pg.reducers.base import StepCounts
 from megatron_pg.rollouts.fields import Id, plain
 from megatron_pg.rollouts.printable import shorten
 
 _INT32_MAX = 2**31 - 1
-_MOST_SETTINGS = 64  # that ranks compare if they disagree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,14 +111,17 @@ def plan_step(
     error, local, rule = None, None, PlanRule(aggregation=aggregation, divisor=divisor)
     try:
         rollouts, prompts = (None if ids is None else [plain(i) for i in ids] for ids in (rollout_ids, prompt_ids))
-        local = table_of_counts(rule, group, whole_counts(tokens_per_sample), rollouts, prompts)
+        counts = whole_counts("tokens_per_sample", tokens_per_sample)
+        local = table_of(rule, group, torch.stack([counts, counts], dim=1), rollouts, prompts)
         if is_by_turn(aggregation):
             raise ValueError(
                 f"aggregation={aggregation!r} divides by tokens of turns, which plan_step does not receive. Choose "
                 "another, or give PolicyGradientStep samples with turns."
             )
         if positions_per_sample is not None:
-            local = replace(local, num_positions=count_positions(positions_per_sample, len(local.rows)))
+            positions = whole_counts("positions_per_sample", positions_per_sample)
+            check_one_each("positions_per_sample", positions, len(counts))
+            local = replace(local, num_positions=int(positions.sum()))
     except Exception as failure:  # the exchange raises it on every rank
         error = failure
     plan = plan_from_table(local, rule, error=error, group=group)
@@ -169,14 +162,14 @@ def plan_from_table(
     Raises:
         StepPlanError: on every rank of `group`.
     """
-    none = torch.zeros(0, rule.width, dtype=torch.int64)
-    local = LocalTable(none, False, False, 0, 0, none[:, :2]) if local is None else local
+    none = torch.zeros(0, 2, dtype=torch.int64)
+    local = LocalTable(none, none, none, False, False, 0, 0, 0, none) if local is None else local  # only for its head
     try:
         heads = gather_heads(Head.of(local, rule, error), error, group)
     except StepPlanError as failure:
         raise failure from error
     whole, warning = _exchanged(local, rule, heads, group)
-    columns, is_kept, is_varied = len(rule.token_columns), rule.denominator == "kept", rule.denominator == "varied"
+    columns, is_kept, is_varied = rule.num_columns, rule.denominator == "kept", rule.denominator == "varied"
     depths = range(columns - rule.depths, columns)
     if number is None:
         _check_counted(whole.num_trained, whole.tokens[0], whole.tokens[int(is_kept)])
@@ -224,8 +217,8 @@ def _exchanged(
     _check_strays(whole.strays, rule, local, group)
     warning = _check_unique(whole, heads, rule, local, group)
     if rule.denominator == "varied":  # which rewards differ is known now, and what then counts after another exchange
-        rows = rule.without(local.rows, whole.is_flat_row)
-        whole = exchange(replace(local, rows=rows), rule, group, [*whole.facts.environments])
+        local = replace(local, tokens=rule.without(local.tokens, whole.is_flat_row))
+        whole = exchange(local, rule, group, [*whole.facts.environments])
     return whole, warning
 
 
@@ -253,24 +246,15 @@ def _plan_terms(
 def _text_from_owner(text_of: Callable[[int], str], group: ProcessGroup | None, place: int) -> str:
     """A text about a sample, from the rank that has it: a collective of all ranks, which then raise the same error."""
     owner, index = place >> 32, place & (2**32 - 1)
-    return decode(gathered(encode(text_of(index) if rank_of(group) == owner else "", MESSAGE), group)[owner])
+    return gathered_texts(text_of(index) if rank_of(group) == owner else "", group)[owner]
 
 
 def _check_rule(heads: Sequence[Head], rule: PlanRule, group: ProcessGroup | None) -> None:
     """Refuse ranks with different settings; the message names the first that differs."""
     if len({head.agreed for head in heads}) == 1:
         return
-    mine, agreed = torch.zeros(_MOST_SETTINGS, dtype=torch.int64), rule.agreed
-    mine[: len(agreed)] = torch.tensor([hash_of(text) >> 1 for text in agreed.values()])
-    of_ranks = gathered(mine, group)
-    first = int((of_ranks != of_ranks[0]).any(dim=0).nonzero()[0])
-    rank = int((of_ranks[:, first] != of_ranks[0, first]).nonzero()[0])
-    name, text = [*agreed.items()][first]
-    texts = gathered(encode(text, MESSAGE), group)
-    zeroth, other = decode(texts[0]), decode(texts[rank])
-    raise StepPlanError(
-        f"data-parallel ranks disagree on {name}: rank 0 has {zeroth}, rank {rank} has {other}. Give all the same."
-    )
+    rules = [json.loads(text) for text in gathered_texts(json.dumps(rule.agreed), group)]
+    raise StepPlanError(f"data-parallel {disagreement(rules)}. Give all the same.")
 
 
 def _check_agreement(heads: Sequence[Head]) -> None:
@@ -338,7 +322,7 @@ def _check_strays(strays: Mapping[str, Stray], rule: PlanRule, local: LocalTable
 
 def _values_in_rollout(local: LocalTable, name: str, index: int) -> str:
     """The values of a field in the rollout of a sample here, each with the first sample that has it."""
-    rollouts, first_with = local.rows[:, ROLLOUT].tolist(), dict[str, str]()
+    rollouts, first_with = local.keys[:, ROLLOUT].tolist(), dict[str, str]()
     for key, sample in zip(rollouts, local.samples or (), strict=True):
         if key == rollouts[index] and (value := getattr(sample, name)) is not None:
             first_with.setdefault(shorten(value), sample.sample_id)
@@ -369,9 +353,9 @@ def _check_unique(
         return None
     sizes, warning = [head.num_samples for head in heads], None
     if any(head.has_rollout_ids == 1 for head in heads):
-        warning = rollouts_message(whole.units[ROLLOUT], local.rows[:, ROLLOUT], sizes, local.samples, group)
+        warning = rollouts_message(whole.units[ROLLOUT], local.keys[:, ROLLOUT], sizes, local.samples, group)
     if warning is None and rule.needs_prompt_ids:
-        warning = prompts_message(whole.units[PROMPT], local.rows[:, PROMPT], sizes, local.samples, group)
+        warning = prompts_message(whole.units[PROMPT], local.keys[:, PROMPT], sizes, local.samples, group)
     return warning
 
 
@@ -423,7 +407,7 @@ def _denominators(counts: StepCounts, aggregation: str, is_out: Tensor | None = 
         return torch.where(is_out, torch.inf, _denominators(counts, aggregation))
     if not counts.num_tokens:
         return torch.full_like(counts.tokens_per_rollout, torch.inf, dtype=torch.float64)
-    denominators = reducer_of(aggregation)(counts)
+    denominators = AGGREGATIONS[aggregation].load()(counts)
     tokens = {"rollout": counts.tokens_per_rollout, "prompt": counts.tokens_per_prompt}.get(
         AGGREGATIONS[aggregation].unit
     )

@@ -1,7 +1,8 @@
 """A planned optimizer step, from this rank's micro-batches to their slices.
 
-    count_step       what the micro-batches contribute to the counts of the step
+    token_factors    checks, the user's reducer and the correction of every micro-batch
     select_tokens    the tokens that a step-wide correction selects (collectives)
+    local_table_of   what this rank contributes to the counts of the step
     plan_from_table  the metadata exchange and every denominator (collectives)
     token_weights    the weight of every response token
     slice_batch      what this rank computes on
@@ -10,10 +11,9 @@ Megatron's step and the hosts plan through `PlannedStep.of`. An error on one ran
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from megatron_pg.plan.plan import StepPlan, plan_from_table
 from megatron_pg.plan.sampling_masks import without_missing
 from megatron_pg.plan.selection import select_tokens
 from megatron_pg.plan.settings import LossSettings
-from megatron_pg.plan.table import LocalTable, PlanRule, joined
-from megatron_pg.plan.weights import CountedStep, TokenFactors, count_step, depth_weights, token_ages, token_weights
+from megatron_pg.plan.table import LocalTable, PlanRule, joined, local_table_of
+from megatron_pg.plan.weights import TokenFactors, depth_weights, token_ages, token_factors, token_weights
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,7 +37,6 @@ class PlannedStep:
     table: LocalTable | None  # what this rank has contributed to the counts
     batches: Sequence[PackedBatch]
     starts: Sequence[int]  # of each micro-batch, the index of its first sample among all samples of this rank
-    factors: Sequence[TokenFactors]  # of each micro-batch: what is known of its tokens without their weights
     fields: Sequence[dict[str, Tensor]]  # of each micro-batch, from `token_weights`
 
     @classmethod
@@ -61,7 +60,9 @@ class PlannedStep:
             StepPlanError: on every rank of `group`, for an error of any kind on any of them.
         """
         rule, batches = rule or settings.plan_rule, list[PackedBatch]()
-        counted, ages, error = CountedStep(None, []), list[dict[str, Tensor]](), None
+        factors, ages = list[TokenFactors](), list[dict[str, Tensor]]()
+        table: LocalTable | None = None
+        error: Exception | None = None
         try:
             batches = [without_missing(batch, settings) for batch in batches_of()]
             check(batches)
@@ -70,23 +71,25 @@ class PlannedStep:
                     f"--pg-denominator kept with --pg-correction {settings.correction.name} counts what the forward "
                     "keeps, so it needs an open step. Use PolicyGradientStep.open_step, or --pg-denominator live."
                 )
-            counted = count_step(batches, settings, group)
+            factors = [token_factors(batch, settings) for batch in batches]
             ages = [token_ages(batch, rule.weight_version, settings) for batch in batches]
-            if earlier is not None:
-                counted = counted._replace(table=joined([*earlier, cast(LocalTable, counted.table)]))
         except Exception as failure:  # the exchange raises it on every rank
             error = failure
-        table, factors = select_tokens(batches, counted, settings, group, error)
+        factors, selected = select_tokens(batches, factors, settings, group, error)
+        try:
+            if error is None:
+                own = local_table_of(batches, rule, group, [of_batch.kept for of_batch in factors])
+                table = replace(own if earlier is None else joined([*earlier, own]), selection=selected)
+        except Exception as failure:  # as above
+            error = failure
         plan = plan_from_table(table, rule, error=error, group=group, number=number)
-        first = sum(len(each.rows) for each in earlier or ())
+        first = sum(len(each.keys) for each in earlier or ())
         starts = list(accumulate((len(batch.samples) for batch in batches), initial=first))[: len(batches)]
         fields = [
             token_weights(batch, plan, start, factors=of_batch, settings=settings) | own
             for batch, start, of_batch, own in zip(batches, starts, factors, ages, strict=True)
         ]
-        return cls(
-            settings=settings, plan=plan, table=table, batches=batches, starts=starts, factors=factors, fields=fields
-        )
+        return cls(settings=settings, plan=plan, table=table, batches=batches, starts=starts, fields=fields)
 
     def slices(
         self, group_of: Callable[[PackedBatch], ProcessGroup | None], device: torch.device | str = "cpu"

@@ -6,7 +6,7 @@ Every rank executes both collectives unless one rank has failed. The first repor
 the error. Samples are whole here: context parallelism slices later.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import PackedBatch, samples_of
-from megatron_pg.declarations.corrections import CORRECTIONS, SelectionDeclaration
+from megatron_pg.declarations.corrections import SelectionDeclaration
 from megatron_pg.objectives.corrections.selections import (
     MOST_PARTS,
     StepKeys,
@@ -29,8 +29,8 @@ from megatron_pg.objectives.corrections.selections import (
 )
 from megatron_pg.plan.collectives import gathered, gathered_parts
 from megatron_pg.plan.settings import LossSettings
-from megatron_pg.plan.table import SelectionFacts, is_brought, local_table_of, places_of
-from megatron_pg.plan.weights import CountedStep, TokenFactors
+from megatron_pg.plan.table import SelectionFacts, is_brought, places_of
+from megatron_pg.plan.weights import TokenFactors
 from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.sample import Sample
 
@@ -48,24 +48,24 @@ class _Line(NamedTuple):
 
 def select_tokens(
     batches: Sequence[PackedBatch],
-    counted: CountedStep,
+    factors: Sequence[TokenFactors],
     settings: LossSettings,
     group: ProcessGroup | None,
     error: Exception | None = None,
-) -> CountedStep:
-    """Add the tokens that the correction selects to what `count_step` has counted.
+) -> tuple[list[TokenFactors], SelectionFacts | None]:
+    """The factors of each micro-batch with the tokens that the correction selects, and how many these are.
 
     Every rank of `group` must call, also one that has failed with `error`, which the metadata exchange then raises.
     """
-    declared = CORRECTIONS[settings.correction.name].selection
+    declared = settings.correction.declared.selection
     if declared is None:
-        return counted
-    held = {} if error else dict(_held(batches, group))
-    brought = [place for place in held if is_brought(place, group)]
-    samples = [held[place] for place in brought]
+        return [*factors], None
+    placed = zip(places_of(batches, group), samples_of(batches), strict=True) if error is None else ()
+    brought = {place: sample for place, sample in placed if sample.term == POLICY and is_brought(place, group)}
+    samples = [*brought.values()]
     heads = gathered(_head(samples, declared, error), group, error)
-    if counted.table is None or heads[:, _HAS_FAILED].any():
-        return counted
+    if heads[:, _HAS_FAILED].any():
+        return [*factors], None
     means = _means(heads, declared)
     keys = [declared.load_key()(sample, *means) for sample in samples]
     lines = [_Line(identity_of(s), content_of(s, k), p, len(k)) for s, k, p in zip(samples, keys, brought, strict=True)]
@@ -77,15 +77,7 @@ def select_tokens(
     chosen = declared.load_choice()(step, settings.correction) if len(everyones) else nothing
     of_place = dict(zip((line.place for line in lines), chosen.tokens.split(list(step.lengths)), strict=True))
     facts = SelectionFacts(int(chosen.tokens.sum()), len(everyones), chosen.threshold, chosen.num_candidates)
-    factors = _with_choice(batches, counted.factors, _masks(batches, of_place, group), declared)
-    table = local_table_of(batches, settings.plan_rule, group, [own.kept for own in factors])
-    return CountedStep(replace(table, selection=facts), factors)
-
-
-def _held(batches: Sequence[PackedBatch], group: ProcessGroup | None) -> Iterator[tuple[int, Sample]]:
-    """The objective's samples here, by place."""
-    placed = zip(places_of(batches, group), samples_of(batches), strict=True)
-    return ((place, sample) for place, sample in placed if sample.term == POLICY)
+    return _with_choice(batches, factors, of_place, group, declared), facts
 
 
 def _head(samples: Sequence[Sample], declared: SelectionDeclaration, error: Exception | None) -> Tensor:
@@ -124,28 +116,25 @@ def _gathered_tokens(
     return torch.cat([torch.zeros(0, dtype=torch.float64), *(k for _, k in keyed)]), [line for line, _ in keyed]
 
 
-def _masks(batches: Sequence[PackedBatch], of_place: dict[int, Tensor], group: ProcessGroup | None) -> list[Tensor]:
-    """[sum of R] bool of each micro-batch: the selected tokens."""
-    places, masks = iter(places_of(batches, group)), []
-    for batch in batches:
+def _with_choice(
+    batches: Sequence[PackedBatch],
+    factors: Sequence[TokenFactors],
+    of_place: Mapping[int, Tensor],
+    group: ProcessGroup | None,
+    declared: SelectionDeclaration,
+) -> list[TokenFactors]:
+    """The factors of each micro-batch; `of_place`: of a sample's trained tokens, whether they are selected."""
+    places, found = iter(places_of(batches, group)), []
+    for batch, of_batch in zip(batches, factors, strict=True):
         parts = [torch.zeros(0, dtype=torch.bool)]
         for sample, place in zip(batch.samples, places, strict=False):
             parts.append(torch.zeros_like(sample.loss_mask))
             if place in of_place:
                 parts[-1][sample.loss_mask] = of_place[place]
-        masks.append(torch.cat(parts))
-    return masks
-
-
-def _with_choice(
-    batches: Sequence[PackedBatch],
-    factors: Sequence[TokenFactors],
-    masks: Sequence[Tensor],
-    declared: SelectionDeclaration,
-) -> list[TokenFactors]:
-    if declared.penalises:
-        return [replace(of_batch, penalised=chosen) for of_batch, chosen in zip(factors, masks, strict=True)]
-    return [
-        replace(of_batch, corrections=(~chosen).double(), kept=batch.mask_of(POLICY) & ~chosen)
-        for batch, of_batch, chosen in zip(batches, factors, masks, strict=True)
-    ]
+        chosen = torch.cat(parts)
+        if declared.penalises:
+            found.append(replace(of_batch, penalised=chosen))
+        else:
+            kept = batch.mask_of(POLICY) & ~chosen
+            found.append(replace(of_batch, corrections=(~chosen).double(), kept=kept))
+    return found

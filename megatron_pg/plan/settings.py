@@ -10,7 +10,6 @@ import torch
 from megatron_pg.declarations.adaptive_entropy import AdaptiveEntropy
 from megatron_pg.declarations.aggregations import STEP_MEANS, is_by_turn
 from megatron_pg.declarations.choices import AUTO
-from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.loss_terms import AS_POLICY, OBJECTIVE, SHORTHANDS
 from megatron_pg.declarations.objectives import VALUE_LOSS
 from megatron_pg.flags.facts import Facts
@@ -70,7 +69,7 @@ class LossSettings:
         per_token = vars(args).get("calculate_per_token_loss", False)
         words = tuple(facts.correction_words.values())
         correction = Correction(name=str(facts.selected_correction.name), words=words, **facts.correction_numbers)
-        anchor = CORRECTIONS[correction.name].anchor
+        anchor = correction.declared.anchor
         opsm: dict[str, Any] = {"opsm_anchor": anchor, "opsm_threshold": correction.high} if anchor else {}
         depths = vars(args).get("mtp_num_layers") or 0
         name = VALUE_LOSS if facts.is_critic else str(facts.selected_objective.name)
@@ -112,7 +111,9 @@ class LossSettings:
                 args.pg_metrics, terms, correction, depths, masks_missing=args.pg_sampling_mask_missing == "mask"
             ),
             warns_of_mismatch=not args.pg_no_mismatch_advice,
-            arguments=_validated(args),
+            arguments=tuple(
+                (name, f"{value}") for name, value in json.loads(vars(args).get("megatron_pg_validated", "{}")).items()
+            ),
         )
 
     @property
@@ -156,7 +157,7 @@ class LossSettings:
     @property
     def counts_after_forward(self) -> bool:
         """Whether the denominators count what the model itself rejects: only an open step can divide by that."""
-        return self.denominator == "kept" and CORRECTIONS[self.correction.name].rejects == "model"
+        return self.denominator == "kept" and self.correction.declared.rejects == "model"
 
     @property
     def plan_rule(self) -> PlanRule:
@@ -196,7 +197,7 @@ def features_of(
     terms: LossTerms, correction: Correction, mtp_depths: int = 0, *, masks_missing: bool = False
 ) -> frozenset[str]:
     """What the loss contains, under the names that metrics ask for."""
-    selects = CORRECTIONS[correction.name].selection is not None
+    selects = correction.declared.selection is not None
     features = {
         "clip": terms.objective.outside is not None,
         "sequence": terms.objective.reads_sequences,
@@ -209,11 +210,6 @@ def features_of(
         "sampling_mask_missing": masks_missing,
     }
     return frozenset(name for name, present in features.items() if present)
-
-
-def _validated(args: Namespace) -> tuple[tuple[str, str], ...]:
-    flags = json.loads(vars(args).get("megatron_pg_validated", "{}"))
-    return tuple((name, f"{value}") for name, value in flags.items())
 
 
 def _teacher_head(args: Namespace, path: str) -> TeacherHead:

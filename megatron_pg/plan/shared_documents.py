@@ -5,7 +5,6 @@ the same documents and compute the same number of micro-batches; one small all-g
 """
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -37,35 +36,24 @@ class SharedDocumentAccumulator(Accumulator):
     def _fill(
         self, draft: Draft, group: ProcessGroup | None, error: Exception | None, schedulable: Callable[[int], int]
     ) -> tuple[list[Counts], list[PackedBatch], Exception | None]:
+        (mine,), error = self._rounds(draft, None, error)
         batches: list[PackedBatch] = []
         try:
             if error is None:
-                self._take_groups(draft)
                 batches = self._fewest([document for taken in draft.taken for document in taken], schedulable)
         except Exception as failure:  # travels to the other ranks, so that all of them stop
             error = failure
-        counts = draft.counts(has_failed=error is not None)
-        mine = [counts.documents, counts.next_group, len(batches), _digest(draft.taken)]
-        return [counts], batches, self._compare(mine, error, group)
-
-    def _take_groups(self, draft: Draft) -> None:
-        """Take groups until the step is full, or the documents have ended.
-
-        Raises:
-            ValueError: the next group does not fit into a step of exactly N documents.
-        """
-        wanted, is_exact = self._rule.num_documents, self._rule.policy == "exact"
-        while (count := draft.counts().documents) < wanted:
-            draft.take(wanted - count if is_exact else math.inf)
-            after = draft.counts()
-            if after.documents == count and after.has_ended:
-                return
-            if after.documents == count:
-                raise ValueError(
-                    f"--docs-per-step {wanted} with --docs-per-step-policy exact: {wanted - count} documents are "
-                    f"missing, and the next group, which is never split, has {after.next_group}. Choose a multiple of "
-                    "the group size, or at_least."
-                )
+        row = [error is not None, mine.documents, mine.next_group, len(batches), _digest(draft.taken)]
+        rows = gathered(torch.tensor(row, dtype=torch.int64), group, error).tolist()
+        if any(has_failed for has_failed, *_ in rows):
+            return [mine._replace(has_failed=True)], [], error
+        if strays := [rank for rank, values in enumerate(rows) if values != rows[0]]:
+            error = ValueError(
+                f"ranks 0 and {strays[0]} have different documents ({rows[0][1]} and {rows[strays[0]][1]} in this "
+                "step). Under dynamic_cp `Documents.begin` must give every rank the documents of the whole run, in the "
+                "same order."
+            )
+        return [mine], batches, error
 
     def _fewest(self, samples: Sequence[Sample], schedulable: Callable[[int], int]) -> list[PackedBatch]:
         """The fewest micro-batches that hold the step."""
@@ -77,20 +65,6 @@ class SharedDocumentAccumulator(Accumulator):
                 if count == len(samples):
                     raise
         return []
-
-    def _compare(self, mine: list[int], error: Exception | None, group: ProcessGroup | None) -> Exception | None:
-        """This rank's error, or one on every rank if their documents differ."""
-        row = torch.tensor([*mine, error is not None], dtype=torch.int64)
-        rows = gathered(row, group, error).tolist()
-        if failed := [rank for rank, values in enumerate(rows) if values[-1]]:
-            return error or ValueError(f"rank {failed[0]} could not take its documents, see its own message")
-        if strays := [rank for rank, values in enumerate(rows) if values != rows[0]]:
-            return ValueError(
-                f"ranks 0 and {strays[0]} have different documents ({rows[0][0]} and {rows[strays[0]][0]} in this "
-                "step). Under dynamic_cp `Documents.begin` must give every rank the documents of the whole run, in the "
-                "same order."
-            )
-        return None
 
 
 def _digest(groups: Sequence[Group]) -> int:

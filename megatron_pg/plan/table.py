@@ -1,10 +1,10 @@
-"""What a rank contributes to the exchange of a step: one row of integers per sample.
+"""What a rank contributes to the exchange of a step: integers of each sample.
 
 A step counts tokens of loss terms and of the depths of multi-token prediction, units, and facts of samples.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, count
 from typing import NamedTuple, cast
@@ -23,11 +23,10 @@ from megatron_pg.rollouts.printable import shorten
 from megatron_pg.rollouts.sample import Sample
 
 MODULUS = 2**44  # of sums of digests: 64-bit integers hold them for 2^19 ranks
-TRAINED, ROLLOUT, PROMPT, KEPT = range(4)  # columns of the table
-WIDTH = 4 + COLUMNS  # of a row without the tokens of further loss terms and of depths
-FACTS = slice(4, WIDTH)
+ROLLOUT, PROMPT = range(2)  # columns of keys
+TRAINED, KEPT = range(2)  # first columns of tokens
 _SURELY_DRAWN_ONCE = -20.0  # nats: such samples are drawn twice in one step of a billion
-_SUMMED = ("num_positions", "num_response_tokens", "num_missing")  # over the parts of a step
+SUMMED = ("num_trained", "num_positions", "num_response_tokens", "num_missing")  # over ranks, and parts of a step
 # A sample's sum of weights is a float64 from 1e-8 on, so a multiple of 2^-80; as integers of that unit, in parts of 32
 # bits, sums of samples are exact, and the same in every order and layout.
 _WEIGHT_UNIT, _LIMBS = 2**80, 4
@@ -77,73 +76,54 @@ class PlanRule:
 
     @property
     def columns(self) -> dict[str, int]:
-        """Each of `tokens` with its place in `counted`: the objective's is 0."""
+        """Each of `tokens` with its column in the table: the objective's is 0."""
         return dict(zip(self.tokens, chain([0] * self.has_objective, count(2)), strict=False))
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Those of `tokens` that are not the objective's; each has a column after the facts."""
+        """Those of `tokens` that are not the objective's."""
         return self.tokens[self.has_objective :]
 
     @property
-    def _width_of_tokens(self) -> int:
-        """Columns of the table without sums of weights and turns."""
-        return WIDTH + (len(self.others) + 1 if self.others else 0) + self.depths
-
-    @property
-    def _extra(self) -> int:
-        """Columns of weights and turns for each of `token_columns`."""
-        return _LIMBS * self.sums_weights + self.counts_turns
+    def num_columns(self) -> int:
+        """Columns of tokens in the table: trained, kept, each of `others`, each depth."""
+        return 2 + len(self.others) + self.depths
 
     @property
     def width(self) -> int:
-        """Columns of the table."""
-        return self._width_of_tokens + self._extra * len(self.token_columns)
+        """C, columns of tokens together with those of weights and turns."""
+        return self._extra(self.num_columns).start
 
-    @property
-    def any_term(self) -> int:
-        """The column of the tokens that any loss term trains."""
-        return WIDTH + len(self.others) if self.others else TRAINED
+    def _extra(self, column: int) -> slice:
+        """The columns of weights and turns of one column of tokens; they come after all of those."""
+        size = _LIMBS * self.sums_weights + self.counts_turns
+        return slice(self.num_columns + column * size, self.num_columns + (column + 1) * size)
 
-    @property
-    def token_columns(self) -> list[int]:
-        """The columns of tokens: trained, kept, each of `others`, each depth."""
-        return [TRAINED, KEPT, *(column for column in range(WIDTH, self._width_of_tokens) if column != self.any_term)]
-
-    @property
-    def counted(self) -> list[int]:
-        """[C] the columns that are added up per unit: `token_columns`, then the weights and turns of each of them."""
-        return [*self.token_columns, *range(self._width_of_tokens, self.width)]
-
-    def without(self, rows: Tensor, is_left_out: Tensor) -> Tensor:
-        """[S, width] the table, with the trained tokens as kept ones but for some samples, which are not members."""
-        base, extra, changed = self._width_of_tokens, self._extra, rows.clone()
-        trained, kept = (
-            [column, *range(first, first + extra)] for column, first in ((TRAINED, base), (KEPT, base + extra))
-        )
-        changed[:, kept] = torch.where(is_left_out[:, None], -1, rows[:, trained])
+    def without(self, tokens: Tensor, is_left_out: Tensor) -> Tensor:
+        """[S, C] the tokens, with the trained ones as kept ones but for some samples, which are not members."""
+        changed = tokens.clone()
+        for trained, kept in ((TRAINED, KEPT), (self._extra(TRAINED), self._extra(KEPT))):
+            changed[:, kept] = tokens[:, trained]
+        changed[is_left_out, KEPT] = changed[is_left_out, self._extra(KEPT)] = -1
         return changed
 
     def amounts(self, sums: Tensor, column: int) -> Tensor:
-        """[n] what denominators count, from sums [n, C]: int64 tokens of one of `token_columns`, or float64 weights."""
+        """[n] what denominators count, from sums [n, C]: int64 tokens of a column, or float64 weights."""
         if not self.sums_weights:
             return sums[:, column]
-        first = len(self.token_columns) + column * self._extra
-        parts = sums[:, first : first + _LIMBS]
+        parts = sums[:, self._extra(column)][:, :_LIMBS]
         return torch.tensor([whole_of(limbs) / _WEIGHT_UNIT for limbs in parts], dtype=torch.float64)
 
     def turns(self, sums: Sequence[int], column: int) -> int | None:
-        """Turns with a token of one of `token_columns`, from sums [C]; None where they are not counted."""
-        last = len(self.token_columns) + (column + 1) * self._extra - 1
-        return sums[last] if self.counts_turns else None
+        """Turns with a token of a column, from sums [C]; None where they are not counted."""
+        return sums[self._extra(column)][-1] if self.counts_turns else None
 
     @property
     def needs_prompt_ids(self) -> bool:
         """Whether a denominator counts prompt groups."""
         further = [s.aggregation for s in self.terms if s.aggregation and s.aggregation != AS_POLICY]
-        if self.denominator == "varied":
-            return True
-        return any(map(needs_prompt_ids, [self.aggregation, *further, *[self.depth_aggregation] * (self.depths > 0)]))
+        of_depths = [self.depth_aggregation] * (self.depths > 0)
+        return self.denominator == "varied" or any(map(needs_prompt_ids, [self.aggregation, *further, *of_depths]))
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -186,19 +166,22 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalTable:
-    """What this rank contributes to the exchange: one row per sample.
+    """What this rank contributes to the exchange.
 
-    Its columns are the objective's trained tokens, rollout key, prompt key, kept tokens, facts; the tokens of each loss
-    term that has its own, and of all terms together; n_d of each depth of multi-token prediction. A count is -1 where
-    the sample is not of the loss term; a sample with 0 tokens counts as a unit.
+    The columns of tokens are the objective's trained and kept ones, those of each loss term that has its own, and n_d
+    of each depth of multi-token prediction; then sums of weights and turns of each of these columns. A count is -1
+    where the sample is not of the loss term; a sample with 0 tokens counts as a unit.
     """
 
-    rows: Tensor  # [S, width] int64
+    keys: Tensor  # [S, 2] int64, of the rollout and prompt of each sample
+    tokens: Tensor  # [S, C] int64
+    facts: Tensor  # [S, 3] int64, from `encode_facts`
     has_rollout_ids: bool
     has_prompt_ids: bool
+    num_trained: int  # by any loss term
     num_positions: int
     num_response_tokens: int
-    held: Tensor  # [n, 2] int64, rollout and prompt keys of all samples here, whichever rank counts them
+    held: Tensor  # [n, 2] int64, the keys of all samples here, whichever rank counts them
     num_microbatches: int = 1
     num_missing: int = 0  # of `PackedBatch`
     has_sampling_mask: int = -1  # whether rollouts that need one have one: 1 or 0; -1: no such rollout, or unknown
@@ -210,22 +193,17 @@ class LocalTable:
     selection: SelectionFacts | None = None  # the same on every rank
 
 
-def table_of_counts(
+def table_of(
     rule: PlanRule,
     group: ProcessGroup | None,
-    counts: Tensor,
+    tokens: Tensor,
     rollout_ids: Sequence[Id | None] | None,
     prompt_ids: Sequence[Id | None] | None,
-    kept: Tensor | None = None,
-    further: Tensor | None = None,
     own: Tensor | None = None,
 ) -> LocalTable:
-    """A table from token counts and ids.
-
-    `further`: [S, ...] int64, the columns after the kept tokens; `own`: [S] int64, keys of samples without a rollout.
-    """
+    """A table from tokens [S, C] and ids; `own`: [S] int64, keys of samples without a rollout."""
     _check_aggregation(rule.aggregation, rule.divisor)
-    size, total = len(counts), int(counts.clamp(min=0).sum())
+    size, total = len(tokens), int(tokens[:, TRAINED].clamp(min=0).sum())
     if rule.needs_prompt_ids:
         missing = [i for i in range(size) if prompt_ids is None or (i < len(prompt_ids) and prompt_ids[i] is None)]
         if missing:
@@ -234,22 +212,9 @@ def table_of_counts(
     own = torch.arange(size) + (rank_of(group) << 32) if own is None else own  # without ids each sample is a rollout
     rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
     prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)
-    further = torch.zeros(size, COLUMNS, dtype=torch.int64) if further is None else further
-    counted = torch.stack([counts, rollouts, prompts, counts if kept is None else kept], dim=1)
-    rows = torch.cat([counted, further], dim=1)
-    ids = {ROLLOUT: rollout_ids, PROMPT: prompt_ids}
-    held = rows[:, [ROLLOUT, PROMPT]]
-    return LocalTable(rows, rollout_ids is not None, prompt_ids is not None, total, total, held, ids=ids)
-
-
-def count_positions(positions_per_sample: Sequence[int] | Tensor, size: int) -> int:
-    """The sum of `positions_per_sample` over `size` samples."""
-    if len(positions_per_sample) != size:
-        raise ValueError(
-            f"positions_per_sample has {len(positions_per_sample)} entries for {size} samples, so positions cannot be "
-            "counted. Give one each."
-        )
-    return int(whole_counts(positions_per_sample).sum())
+    keys, facts = torch.stack([rollouts, prompts], dim=1), torch.zeros(size, COLUMNS, dtype=torch.int64)
+    has_ids, ids = (rollout_ids is not None, prompt_ids is not None), {ROLLOUT: rollout_ids, PROMPT: prompt_ids}
+    return LocalTable(keys, tokens, facts, *has_ids, total, total, total, keys, ids=ids)
 
 
 def local_table_of(
@@ -272,20 +237,17 @@ def local_table_of(
     parts = [
         _counted_columns(batch, rule, own) for batch, own in zip(batches, kept or [None] * len(batches), strict=True)
     ]
-    counted = torch.cat([torch.zeros(0, len(rule.counted), dtype=torch.int64), *parts])
-    counts, kept_counts, rest = counted[:, 0], counted[:, 1], counted[:, 2:]
-    of_others, of_depths = rest[:, : len(rule.others)], rest[:, len(rule.others) :]
-    any_term = torch.tensor([n for batch in batches for n in batch.tokens_of(*rule.tokens)], dtype=torch.int64)
-    of_all = [any_term[:, None]] if rule.others else []
-    further = torch.cat([encode_facts(samples) * (counts >= 0)[:, None], of_others, *of_all, of_depths], dim=1)
-    keys = torch.tensor(places, dtype=torch.int64)
-    table = table_of_counts(rule, group, counts, rollout_ids, prompt_ids, kept_counts, further, keys)
-    rank = rank_of(group)
+    tokens = torch.cat([torch.zeros(0, rule.width, dtype=torch.int64), *parts])
+    table = table_of(rule, group, tokens, rollout_ids, prompt_ids, torch.tensor(places, dtype=torch.int64))
+    rank, is_member = rank_of(group), tokens[:, TRAINED] >= 0
     brought = [batch for batch in batches if batch.cp_ranks is None or batch.cp_ranks.first == rank]
     mine = [i for i, place in enumerate(places) if is_brought(place, group)]
     return replace(
         table,
-        rows=table.rows[mine],
+        keys=table.keys[mine],
+        tokens=tokens[mine],
+        facts=(encode_facts(samples) * is_member[:, None])[mine],
+        num_trained=sum(max(n, 0) for batch in brought for n in batch.tokens_of(*rule.tokens)),
         ids={column: ids and [ids[i] for i in mine] for column, ids in table.ids.items()},
         num_positions=sum(batch.num_positions for batch in brought),
         num_response_tokens=sum(samples[i].response_length for i in mine),
@@ -294,7 +256,7 @@ def local_table_of(
         has_sampling_mask=_has_sampling_mask(samples, rule.over_sampling_mask),
         samples=[samples[i] for i in mine],
         content=content_of([samples[i] for i in mine]),
-        environments=tuple(sorted({name for i in mine if counts[i] >= 0 and (name := samples[i].environment)})),
+        environments=tuple(sorted({name for i in mine if is_member[i] and (name := samples[i].environment)})),
         shares=tuple(
             Share.of(k, batch, batch.cp_ranks) for k, batch in enumerate(batches) if batch.cp_ranks is not None
         ),
@@ -308,7 +270,7 @@ def joined(tables: Sequence[LocalTable]) -> LocalTable:
         ValueError: samples of some parts have a prompt id or a sampling mask, and those of others have none.
     """
     *earlier, last = tables
-    known = [table for table in tables if len(table.rows)] or [last]  # without samples, nothing is known of ids
+    known = [table for table in tables if len(table.keys)] or [last]  # without samples, nothing is known of ids
     for name, found in {
         "prompt_id": {int(table.has_prompt_ids) for table in known},
         "sampling mask": {table.has_sampling_mask for table in known},
@@ -316,14 +278,16 @@ def joined(tables: Sequence[LocalTable]) -> LocalTable:
         if {0, 1} <= found:
             raise ValueError(f"a {name} is in some adds of an open step and not in others. Give every sample one.")
     # nothing reads the others: a rollout has all its samples in one part, which was checked when it was added
-    samples = [None] * sum(len(table.rows) for table in earlier) + list(last.samples or ())
+    samples = [None] * sum(len(table.keys) for table in earlier) + list(last.samples or ())
     ids = {column: [id for table in known for id in table.ids[column] or ()] for column in known[0].ids}
     return replace(
         known[0],
-        rows=torch.cat([table.rows for table in tables]),
+        keys=torch.cat([table.keys for table in tables]),
+        tokens=torch.cat([table.tokens for table in tables]),
+        facts=torch.cat([table.facts for table in tables]),
         held=torch.cat([table.held for table in tables]),
         ids={column: of_column or None for column, of_column in ids.items()},
-        **{name: sum(getattr(table, name) for table in tables) for name in _SUMMED},
+        **{name: sum(getattr(table, name) for table in tables) for name in SUMMED},
         num_microbatches=0,
         has_sampling_mask=max(table.has_sampling_mask for table in tables),
         content=0,
@@ -367,7 +331,7 @@ def is_brought(place: int, group: ProcessGroup | None) -> bool:
 
 
 def _counted_columns(batch: PackedBatch, rule: PlanRule, kept: Tensor | None) -> Tensor:
-    """[S, C] int64, `PlanRule.counted` of a micro-batch's samples."""
+    """[S, C] int64, `LocalTable.tokens` of a micro-batch's samples."""
     own, every = rule.tokens[: rule.has_objective], batch.mask_of(*rule.tokens)
     trained = batch.mask_of(*own)
     members = [(trained, own), (trained if kept is None else kept, own)]
@@ -429,37 +393,38 @@ def needs_prompt_ids(aggregation: str) -> bool:
     return AGGREGATIONS[aggregation].unit == "prompt"
 
 
-def whole_counts(tokens_per_sample: Sequence[int] | Tensor) -> Tensor:
+def whole_counts(name: str, values: Sequence[int] | Tensor) -> Tensor:
     """[S] int64 on the CPU, from a user's values."""
     try:
-        counts = torch.as_tensor(tokens_per_sample)
+        counts = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(
-            f"tokens_per_sample={shorten(tokens_per_sample)} are not counts. Give whole numbers of trained tokens."
-        ) from error
+        raise ValueError(f"{name}={shorten(values)} are not counts. Give whole numbers.") from error
     if counts.numel() == 0:
         return torch.zeros(0, dtype=torch.int64)
     if counts.dtype.is_floating_point or counts.dtype == torch.bool or counts.dim() != 1:
         raise ValueError(
-            f"tokens_per_sample has dtype {counts.dtype} and shape {tuple(counts.shape)}, not [S] integers: counts are "
-            "exact. Give whole numbers of trained tokens."
+            f"{name} has dtype {counts.dtype} and shape {tuple(counts.shape)}, not [S] integers: counts are exact. "
+            "Give whole numbers."
         )
     for is_bad, text in (
         (counts < 0, "is negative. Count from 0."),
-        (counts > _MOST_TOKENS, f"is more than {_MOST_TOKENS}. Give the number of trained tokens."),
+        (counts > _MOST_TOKENS, f"is more than {_MOST_TOKENS}. Give the number of one sample."),
     ):
         if is_bad.any():
             i = int(is_bad.nonzero()[0])
-            raise ValueError(f"tokens_per_sample[{i}]={int(counts[i])} {text}")
+            raise ValueError(f"{name}[{i}]={int(counts[i])} {text}")
     return counts.to(torch.int64).cpu()
+
+
+def check_one_each(name: str, values: Sized, size: int) -> None:
+    """Refuse another number of values than of samples."""
+    if len(values) != size:
+        raise ValueError(f"{name} has {len(values)} entries for {size} samples. Give one each.")
 
 
 def _keys(name: str, ids: Sequence[Id | None], size: int) -> Tensor:
     """Integers stay themselves; strings become 63-bit hashes (a collision: 1 in 10^10 for 30,000 ids)."""
-    if len(ids) != size:
-        raise ValueError(
-            f"{name} has {len(ids)} entries for {size} samples, so units cannot be counted. Give one each."
-        )
+    check_one_each(name, ids, size)
     for i, value in enumerate(ids):
         if isinstance(value, bool) or not isinstance(value, (int, str)):
             raise ValueError(f"{name}[{i}]={value!r} is neither an integer nor a string. Give every sample an id.")

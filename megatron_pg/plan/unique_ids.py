@@ -7,7 +7,6 @@ a rollout on several ranks look similar, but they begin alike or share the rollo
 
 import hashlib
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ _WAY_OUT = (
 )
 
 
-def repeated_ids(units: Units) -> int:
+def _repeated(units: Units) -> int:
     """How often an id is repeated on another rank if that is not a coincidence; else 0.
 
     All ranks have the same ids, or one rank with a few more samples has all ids.
@@ -45,7 +44,7 @@ def rollouts_message(
     Raises:
         StepPlanError: they are the ids of different rollouts.
     """
-    if not (repeated := repeated_ids(rollouts)):
+    if not (repeated := _repeated(rollouts)):
         return None
     what = (
         f"every data-parallel rank has the same rollout_ids ({repeated} are repeated on another rank), so samples of "
@@ -68,7 +67,7 @@ def prompts_message(
     prompts: Units, keys: Tensor, sizes: Sequence[int], samples: Sequence[Sample] | None, group: ProcessGroup
 ) -> str | None:
     """A warning about prompt ids that every rank has, as `rollouts_message`."""
-    if samples is None or repeated_ids(prompts) < _ENOUGH or _evidence(keys, sizes, samples, group)[0]:
+    if samples is None or _repeated(prompts) < _ENOUGH or _evidence(keys, sizes, samples, group)[0]:
         return None
     return (
         "every data-parallel rank has the same prompt_ids, and the prompts of most begin differently, so different "
@@ -82,22 +81,17 @@ def _evidence(keys: Tensor, sizes: Sequence[int], samples: Sequence[Sample], gro
     A sample without a trained token of the objective has no advantage.
     """
 
-    def everyones(values: Tensor) -> Tensor:
-        return torch.cat(gathered_parts(values, sizes, group))
+    def everyones(values: Sequence[int]) -> Tensor:
+        return torch.cat(gathered_parts(torch.tensor(values, dtype=torch.int64), sizes, group))
 
-    _, units = torch.unique(everyones(keys), return_inverse=True)
+    _, units = torch.unique(everyones(keys.tolist()), return_inverse=True)
     start = sum(sizes[: torch.distributed.get_rank(group)])
-    of_samples = units[start : start + len(samples)]
-
-    prompts = torch.tensor([len(sample.tokens) - sample.response_length for sample in samples], dtype=torch.int64)
-    shortest = _least(everyones(prompts), units)
-    begins = [_digest(s.tokens[:n]) for s, n in zip(samples, shortest[of_samples].tolist(), strict=True)]
-    of_policy = [sample.num_trained if sample.advantages is not None else 0 for sample in samples]
-    trained = [cast(Tensor, s.advantages)[s.loss_mask] if n else None for s, n in zip(samples, of_policy, strict=True)]
-    advantages = [0 if values is None else _digest(values[:1]) for values in trained]
-    alike = _is_one(everyones(torch.tensor(begins, dtype=torch.int64)), units)
-    firsts = everyones(torch.tensor(advantages, dtype=torch.int64))
-    known = everyones(torch.tensor(of_policy, dtype=torch.int64)) > 0
+    shortest = _least(everyones([len(sample.tokens) - sample.response_length for sample in samples]), units)
+    of_samples = shortest[units[start : start + len(samples)]].tolist()
+    alike = _is_one(everyones([_digest(s.tokens[:n]) for s, n in zip(samples, of_samples, strict=True)]), units)
+    trained = [None if s.advantages is None else s.advantages[s.loss_mask] for s in samples]
+    firsts = everyones([_digest(values[:1]) if values is not None and len(values) else -1 for values in trained])
+    known = firsts >= 0
     _, units = torch.unique(units[known], return_inverse=True)
     shares = _is_one(firsts[known], units).all() and len(torch.unique(firsts[known])) > 1
     return bool(alike.double().mean() >= 0.5), bool(shares)

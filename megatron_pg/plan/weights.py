@@ -3,22 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import PackedBatch
 from megatron_pg.declarations.aggregations import is_by_turn
-from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.loss_terms import SHORTHANDS, LossTerm
 from megatron_pg.objectives.corrections.correction import correction_factors
 from megatron_pg.objectives.corrections.selections import check_size
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.plan.sampling_masks import check_sampling_masks
 from megatron_pg.plan.settings import LossSettings
-from megatron_pg.plan.table import LocalTable, local_table_of
 from megatron_pg.reducers.custom import reducer_weights
 from megatron_pg.rollouts.fields import POLICY, is_int, plain
 from megatron_pg.rollouts.payloads import PAYLOADS
@@ -32,24 +28,7 @@ class TokenFactors:
     reducer: Tensor | None  # float64, the custom reducer's weights, before 1/N_r or 1/T
     corrections: Tensor | None  # float64, factor on the policy term; None: no correction, or the model decides it
     kept: Tensor | None  # bool, trained and not rejected; None: every trained token is
-    penalised: Tensor  # bool, trained and with the correction's further loss
-
-
-class CountedStep(NamedTuple):
-    """This rank's part of the metadata exchange, and what is known of its tokens before the exchange."""
-
-    table: LocalTable | None  # None: this rank has failed
-    factors: list[TokenFactors]  # of each micro-batch
-
-
-def count_step(batches: Sequence[PackedBatch], settings: LossSettings, group: ProcessGroup | None) -> CountedStep:
-    """Count this rank's micro-batches. It checks their fields and runs the user's reducer.
-
-    Raises:
-        ValueError: a sample lacks what the loss needs, or the user's reducer fails.
-    """
-    factors = [token_factors(batch, settings) for batch in batches]
-    return CountedStep(local_table_of(batches, settings.plan_rule, group, [own.kept for own in factors]), factors)
+    penalised: Tensor | None = None  # bool, trained and with the correction's further loss; None: it has none
 
 
 def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
@@ -70,10 +49,7 @@ def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
     corrected = correction_factors(members, settings.correction, settings.sequence_level)
     corrections, kept = (None, None) if corrected is None else (_whole(each, batch, members) for each in corrected)
     return TokenFactors(
-        reducer=reducer,
-        corrections=corrections,
-        kept=kept if CORRECTIONS[settings.correction.name].rejects == "data" else None,
-        penalised=torch.zeros_like(batch.loss_mask),
+        reducer=reducer, corrections=corrections, kept=kept if settings.correction.declared.rejects == "data" else None
     )
 
 
@@ -117,7 +93,7 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
                 "objective needs. Give both, or --pg-role critic."
             )
     needs: list[tuple[str, str, str]] = []  # loss term of the tokens, field, who asks for it
-    if field := CORRECTIONS[settings.correction.name].reads:
+    if field := settings.correction.declared.reads:
         needs.append((POLICY, field, f"--pg-correction {settings.correction.name}"))
     if settings.denominator == "varied":
         needs.append((POLICY, "reward", "--pg-denominator varied"))
@@ -244,7 +220,7 @@ def token_weights(
             fields[f"{term.name}.mask"] = batch.mask_of(term.tokens)
         if (denominators := plan.terms[term.name].denominators) is not None:
             fields[f"{term.name}.weights"] = shares(batch.mask_of(term.tokens), denominators, term.aggregation)
-        if term.is_of_a_correction:
+        if factors.penalised is not None and term.is_of_a_correction:
             fields[f"{term.name}.weights"] = weights * factors.penalised
     return fields
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.plan.collectives import all_gather_rows
+from megatron_pg.plan.collectives import gathered
+from megatron_pg.plan.facts import limbs_of, whole_of
 from megatron_pg.plan.plan import warn_if_alone
 from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.sample import Sample
 
 _UNIT = 2**1074  # every float64 is an integer of 2^-1074
-_LIMB = 32  # bits of a sum that one int64 carries: the sum over 2^31 ranks fits
-_LIMBS = 140  # for sums of squares, integers of 2^-2148 below 2^2200
+_LIMBS = 140  # of 32 bits, for sums of squares: integers of 2^-2148 below 2^2200
 
 
 def whiten_advantages(
@@ -30,7 +30,8 @@ def whiten_advantages(
     result does not depend on the layout. One collective. Source: REINFORCE++, arXiv 2501.03262.
 
     Args:
-        samples: this rank's samples of the step, before they are packed; those of other loss terms stay as they are.
+        samples: this rank's samples of the step, before they are packed; those of other loss terms, and a critic's
+            without advantages, stay as they are.
         group: the data-parallel ranks, which hold the step's other samples and must all call; None: this rank has
             every sample of the step.
         epsilon: ε, equal on every rank.
@@ -39,7 +40,7 @@ def whiten_advantages(
         ValueError: on every rank, if the step has fewer than two trained tokens of the objective.
     """
     warn_if_alone("whiten_advantages", group)
-    policy = [sample for sample in samples if sample.term == POLICY]
+    policy = [sample for sample in samples if sample.term == POLICY and sample.advantages is not None]
     values = torch.cat([torch.zeros(0), *(cast(Tensor, s.advantages)[s.loss_mask] for s in policy)]).double()
     count, total, squares = _sums(values, group)
     if count < 2:
@@ -58,17 +59,5 @@ def _sums(values: Tensor, group: ProcessGroup | None) -> tuple[int, int, int]:
     counted = Counter(values.tolist())
     integers = {int(Fraction(value) * _UNIT): n for value, n in counted.items()}
     sums = [len(values), sum(a * n for a, n in integers.items()), sum(a * a * n for a, n in integers.items())]
-    if group is None:
-        return cast(tuple[int, int, int], tuple(sums))
-    limbs = torch.tensor([_limbs(value) for value in sums])
-    return cast(tuple[int, int, int], tuple(map(_integer, all_gather_rows(limbs, group).sum(dim=0).tolist())))
-
-
-def _limbs(value: int) -> list[int]:
-    """The integer's digits of 32 bits, least first, each with its sign."""
-    sign = -1 if value < 0 else 1
-    return [sign * (abs(value) >> (_LIMB * k) & (2**_LIMB - 1)) for k in range(_LIMBS)]
-
-
-def _integer(limbs: Sequence[int]) -> int:
-    return sum(limb << (_LIMB * k) for k, limb in enumerate(limbs))
+    of_ranks = gathered(torch.tensor([limbs_of(value, _LIMBS) for value in sums]), group)
+    return cast(tuple[int, int, int], tuple(map(whole_of, of_ranks.sum(dim=0))))

@@ -8,15 +8,14 @@ from datetime import timedelta
 from types import TracebackType
 
 import torch
-from torch.distributed import Store, distributed_c10d
+from torch.distributed import Store, distributed_c10d, group
 
 from megatron_pg.args import ArgumentError
 from megatron_pg.metrics.reporting import CallbackError
-from megatron_pg.plan.collectives import all_gather_rows, decode, encode
+from megatron_pg.plan.collectives import gathered_texts
 from megatron_pg.plan.errors import NonFiniteLossError, StepPlanError, message_of
 
 ON_EVERY_RANK = (ArgumentError, CallbackError, StepPlanError, NonFiniteLossError)
-TEXT_BYTES = 8192  # of an error, or of the arguments as JSON, that ranks exchange
 _SHOWN = "megatron_pg: an error has been shown"  # a key of the process group's store
 
 
@@ -55,11 +54,11 @@ def report_when_shown(error: Exception) -> None:
 
 def raise_on_every_rank(error: Exception | None, rule: str) -> None:
     """Raise this rank's error, or name the rank that has one; every rank must call."""
-    failed = all_gather_rows(encode("" if error is None else message_of(error), TEXT_BYTES), error=error)
+    messages = gathered_texts("" if error is None else message_of(error), group.WORLD, error)
     if error is not None:
         raise error
-    for rank, text in enumerate(failed):
-        if message := decode(text):
+    for rank, message in enumerate(messages):
+        if message:
             raise ArgumentError([(rule, f"rank {rank}: {message}")])
 
 

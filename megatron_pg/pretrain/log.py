@@ -13,7 +13,7 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 
 from megatron_pg.args import ArgumentError
 from megatron_pg.metrics.file import MetricsFile
-from megatron_pg.metrics.reporting import ADDED_BYTES, GROUP, CallbackError, added_values
+from megatron_pg.metrics.reporting import GROUP, CallbackError, added_values
 from megatron_pg.plan.collectives import broadcast_text
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.findings import StepReport
@@ -107,7 +107,7 @@ class RunLog:
                 answer = {"values": added_values(returned, record.keys())}
             except CallbackError as error:
                 answer = {"error": str(error)}
-        answer = json.loads(broadcast_text(json.dumps(answer), 0, size=2 * ADDED_BYTES))
+        answer = json.loads(broadcast_text(json.dumps(answer), 0))
         if "error" in answer:
             raise CallbackError(answer["error"])
         return answer["values"]

@@ -13,9 +13,9 @@ from megatron_pg.args import ArgumentError, disagreement, rank_snapshot, validat
 from megatron_pg.declarations.declaration import flag_of
 from megatron_pg.flags.banner import banner, command_line, in_force
 from megatron_pg.flags.import_path import source_of
-from megatron_pg.plan.collectives import all_gather_rows, decode, encode
+from megatron_pg.plan.collectives import gathered_texts
 from megatron_pg.plan.settings import LossSettings, agreed
-from megatron_pg.pretrain.errors import TEXT_BYTES, raise_on_every_rank
+from megatron_pg.pretrain.errors import raise_on_every_rank
 
 _DRY_RUN = "MEGATRON_PG_DRY_RUN"  # environment variable, equivalent to --pg-dry-run
 
@@ -90,4 +90,4 @@ def _compare_ranks(
 
 
 def _gather_texts(texts: Mapping[str, str | None]) -> list[dict[str, str | None]]:
-    return [json.loads(decode(row)) for row in all_gather_rows(encode(json.dumps(texts), TEXT_BYTES))]
+    return [json.loads(text) for text in gathered_texts(json.dumps(texts), torch.distributed.group.WORLD)]

@@ -1,6 +1,5 @@
 """What a reducer sees: integer counts of the whole optimizer step, never a loss, a rank or a micro-batch."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +28,3 @@ class StepCounts:
 def at_least(tokens: Tensor) -> Tensor:
     """[S] float64 from M of each unit: 1 where nothing is trained, so that no denominator is 0."""
     return torch.where(tokens > 0, tokens, 1).double()
-
-
-Reducer = Callable[[StepCounts], Tensor]
-"""Maps the counts to one denominator per sample: [S] float64, all > 0."""

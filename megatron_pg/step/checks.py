@@ -1,7 +1,7 @@
 """Checks before a step runs; an error on one rank is raised on every rank."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from megatron_pg.flags.megatron import FUSES_UNDER_FSDP, core_version
 from megatron_pg.plan.collectives import all_gather_rows, broadcast_text
 from megatron_pg.plan.errors import ScheduleError, StepPlanError
 from megatron_pg.plan.plan import StepPlan
+from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.sampling_masks import members
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.context_groups import ContextGroups
@@ -161,7 +162,7 @@ def check_batches(batches: Sequence[PackedBatch], call: ScheduleCall, vocab_size
     positions = get_attr_wrapped_model(model, "max_sequence_length") if learned else float("inf")
     cp_size = parallel_state.get_context_parallel_world_size()
     static = parallel_state.get_pipeline_model_parallel_world_size() > 1 and not model.config.variable_seq_lengths
-    shape = (call.micro_batch_size, call.seq_length)
+    shape = (call.keywords["micro_batch_size"], call.keywords["seq_length"])
     _check_recompute(batches, model.config)
     for k, batch in enumerate(batches):
         size = cp_size if batch.cp_ranks is None else batch.cp_ranks.size
@@ -234,8 +235,7 @@ def _check_recompute(batches: Sequence[PackedBatch], config: Any) -> None:
     if recomputes and is_packed and core_version() < (0, 18):
         raise ScheduleError(
             "multi-token prediction under --recompute-granularity full raises a TypeError for packed rows inside "
-            "megatron-core "
-            'before 0.18; pack with qkv_format="bshd", recompute selectively, or use 0.19.2'
+            'megatron-core before 0.18; pack with qkv_format="bshd", recompute selectively, or use 0.19.2'
         )
 
 
@@ -310,6 +310,20 @@ def check_open(chunks: list[Any], *, takes_documents: bool, dynamic_cp: bool) ->
             "an open step runs data-parallel ranks independently until it closes, so it cannot be combined with "
             f"{names[0]}; use forward_backward, or change the model"
         )
+
+
+def planned_alike(plan: Callable[[], PlannedStep], group: ProcessGroup, earlier: Sequence[bytes] = ()) -> PlannedStep:
+    """The planned step, after a comparison of all ranks by `check_agreement`; every rank must call.
+
+    `earlier`: digests of the micro-batches that an open step has run.
+    """
+    try:
+        planned = plan()
+    except StepPlanError as failure:
+        check_agreement([], None, failure, group)
+        raise
+    check_agreement([*earlier, *(batch.digest for batch in planned.batches)], planned.plan, None, group)
+    return planned
 
 
 def check_agreement(

@@ -7,13 +7,15 @@ it reads in every call, also when a layer is recomputed. So the coefficients are
 only then: evaluation, logs, arguments and checkpoints keep the user's.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from megatron_pg.batch import PackedBatch, samples_of
+from megatron_pg.batch import LocalBatch, PackedBatch, samples_of
 from megatron_pg.flags.megatron import SCALES_ROUTER_LOSSES, core_version
 from megatron_pg.plan.errors import ScheduleError
 
@@ -70,31 +72,22 @@ def router_losses_to_scale(chunks: Iterable[nn.Module], *, rows: int, ranks: int
     `rows` is B of the step's micro-batches, and `ranks` is TP · C, of which one has a given position. A config that
     several modules of the chunks share is changed once.
     """
+
+    def scaled(kind: str, coefficient: float) -> float:
+        return coefficient * ranks * (rows if kind == "seq_aux_loss" else 1)
+
     found = (getattr(module, "config", None) for chunk in chunks for module in chunk.modules())
     configs = {id(config): config for config in found if config is not None and needs_router_scale(config)}
     before = [(config, {name: getattr(config, name) for name in _COEFFICIENTS}) for config in configs.values()]
     try:
-        for config, coefficients in before:
-            vars(config).update(
-                scaled(config.moe_router_load_balancing_type, *coefficients.values(), rows=rows, ranks=ranks)
-            )
+        for config, _ in before:
+            kinds, aux, z = (getattr(config, name) for name in ("moe_router_load_balancing_type", *_COEFFICIENTS))
+            config.moe_aux_loss_coeff = list(map(scaled, kinds, aux)) if isinstance(kinds, list) else scaled(kinds, aux)
+            config.moe_z_loss_coeff = None if z is None else z * ranks
         yield
     finally:
         for config, coefficients in before:
             vars(config).update(coefficients)
-
-
-def scaled(kinds: Any, aux: Any, z: float | None, *, rows: int, ranks: int) -> dict[str, Any]:
-    """The coefficients that restore the factors which the router leaves out, by their names in the config.
-
-    `kinds` is the name of the balancing loss and `aux` its coefficient, or lists of them; `z` is that of the z-loss.
-    """
-
-    def one(kind: str, coefficient: float) -> float:
-        return coefficient * ranks * (rows if kind == "seq_aux_loss" else 1)
-
-    scaled_aux = list(map(one, kinds, aux)) if isinstance(kinds, list) else one(kinds, aux)
-    return dict(zip(_COEFFICIENTS, (scaled_aux, None if z is None else z * ranks), strict=True))
 
 
 def check_experts(batches: Sequence[PackedBatch], config: Any, replay: RoutingReplay | None) -> None:
@@ -130,3 +123,30 @@ def check_experts(batches: Sequence[PackedBatch], config: Any, replay: RoutingRe
                 f"number {most}, and the model has {config.num_layers} layers with {config.moe_router_topk} of "
                 f"{config.num_moe_experts} experts; sample with the model that is trained"
             )
+
+
+def local_experts(local: LocalBatch, config: Any, *, tp_rank: int, tp_size: int) -> Tensor:
+    """The engine's experts of every layer for this rank's positions, in the order in which its routers see them.
+
+    Positions of which an engine has none (the last token of a sample, padding) get distinct experts in turn, so that
+    dispatchers find `topk` for every position and no expert is crowded; they have no part in the loss. All samples have
+    `routed_experts`, of all layers of the model. `tp_rank` and `tp_size` are 0 and 1 unless the sequence is cut over
+    the tensor-parallel group (sequence parallelism).
+
+    Returns:
+        [layers, W/C · B / tp_size, topk] int32, on the CPU.
+    """
+    whole, layers, topk = local.whole, config.num_layers, config.moe_router_topk
+    samples, positions = (
+        rows[:, local.row_index].t().reshape(-1).chunk(tp_size)[tp_rank]
+        for rows in (whole.sample_index, whole.position_ids)
+    )
+    records = [sample.routed_experts for sample in whole.samples if sample.routed_experts is not None]
+    records_joined = torch.cat([torch.zeros(0, layers, topk, dtype=torch.int32), *records])
+    lengths = torch.tensor([*map(len, records), 0])  # an index of -1, padding, takes the last: no token
+    starts = torch.tensor([0, *itertools.accumulate(map(len, records))])
+    is_known = positions < lengths[samples]
+    turns = torch.arange(len(positions) * topk, dtype=torch.int32).remainder(config.num_moe_experts).view(-1, 1, topk)
+    experts = turns.repeat(1, layers, 1)
+    experts[is_known] = records_joined[starts[samples[is_known]] + positions[is_known]]
+    return experts.transpose(0, 1).contiguous()

@@ -83,11 +83,14 @@ def gather_found(
     """
     device = device_of(None)
     counts = torch.tensor([returned, data_rank], dtype=torch.float64, device=device)
-    rows = all_gather_rows(
-        torch.cat([_checks(diagnostics, device), counts, _partial(diagnostics, metrics, reports, device)])
-    )
+    partial = torch.tensor(metrics.identity(), dtype=torch.float64, device=device)
+    if diagnostics and reports:
+        partial = metrics.combine(torch.stack([one.partial for one in diagnostics.values()]))
+    rows = all_gather_rows(torch.cat([_checks(diagnostics, device), counts, partial]))
     checks = rows[:, :_CHECKS].tolist()
-    _raise_unfit_head(checks)
+    for column, text in _UNFIT_HEADS.items():
+        if bad := [rank for rank, row in enumerate(checks) if row[column] > 0]:
+            raise ScheduleError(text.format(ranks=f"(rank {bad[0]}, {len(bad)} ranks)"))
     _raise_nonfinite(checks, diagnostics)
     return StepFindings(
         rows=rows[:, _CHECKS:], data_ranks=rows[:, _CHECKS - 1].long(), returned=round(sum(row[5] for row in checks))
@@ -123,21 +126,8 @@ def _checks(diagnostics: DiagnosticsOfStep, device: torch.device) -> Tensor:
     return torch.stack([bad[:, 0].sum(), (bad[:, 1] + microbatch * 2.0**32).amin(), bad[:, 2].sum(), changed, bypassed])
 
 
-def _partial(diagnostics: DiagnosticsOfStep, metrics: Reduction, reports: bool, device: torch.device) -> Tensor:
-    if not diagnostics or not reports:
-        return torch.tensor(metrics.identity(), dtype=torch.float64, device=device)
-    return metrics.combine(torch.stack([one.partial for one in diagnostics.values()]))
-
-
-def _raise_unfit_head(checks: list[list[float]]) -> None:
-    for column, text in _UNFIT_HEADS.items():
-        if bad := [rank for rank, row in enumerate(checks) if row[column] > 0]:
-            raise ScheduleError(text.format(ranks=f"(rank {bad[0]}, {len(bad)} ranks)"))
-
-
 def _raise_nonfinite(checks: list[list[float]], diagnostics: DiagnosticsOfStep) -> None:
-    bad = [rank for rank, (count, *_) in enumerate(checks) if count > 0]
-    further = [rank for rank, (_, _, count, *_) in enumerate(checks) if count > 0]
+    bad, further = ([rank for rank, row in enumerate(checks) if row[column] > 0] for column in (0, 2))
     if not bad and further:
         raise NonFiniteLossError(
             f"non-finite loss of multi-token prediction at rank {further[0]} ({len(further)} ranks), while the policy "

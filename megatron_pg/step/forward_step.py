@@ -23,11 +23,11 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch import LocalBatch, PackedBatch, local_experts
+from megatron_pg.batch import LocalBatch, PackedBatch
 from megatron_pg.declarations.choices import ROLES
 from megatron_pg.flags.errors import ArgumentError, numbered
 from megatron_pg.plan.documents import DocumentAccumulator, EndOfDocuments, StepDocuments
-from megatron_pg.plan.errors import ScheduleError, StepPlanError
+from megatron_pg.plan.errors import ScheduleError
 from megatron_pg.plan.plan import StepPlan, check_count
 from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings
@@ -38,6 +38,7 @@ from megatron_pg.step.experts import (
     RoutingReplay,
     check_experts,
     check_rows,
+    local_experts,
     needs_router_scale,
     router_losses_to_scale,
 )
@@ -78,6 +79,7 @@ class PolicyGradientStep:
         self._loss = ModelLoss(settings)
         self._before = settings  # of the last training step, which Megatron's rerun machinery may repeat
         self._scaling: LossScaling  # of the step in progress
+        self._returned = 0  # sum of its counts that went to Megatron
         self._open: OpenStep | None = None
         self.steps = 0  # training steps that have begun; for messages
         self._has_warned = False  # about ids that may not be unique
@@ -123,16 +125,11 @@ class PolicyGradientStep:
     def _replayed(self, local: LocalBatch, model: nn.Module) -> AbstractContextManager[None]:
         if self._replay is None:
             return nullcontext()
-        config = get_attr_wrapped_model(model, "config")
-        is_cut = config.sequence_parallel
-        experts = local_experts(
-            local,
-            num_experts=config.num_moe_experts,
-            layers=config.num_layers,
-            topk=config.moe_router_topk,
-            tp_rank=parallel_state.get_tensor_model_parallel_rank() if is_cut else 0,
-            tp_size=parallel_state.get_tensor_model_parallel_world_size() if is_cut else 1,
-        )
+        config, tp_rank, tp_size = get_attr_wrapped_model(model, "config"), 0, 1
+        if config.sequence_parallel:
+            tp_rank = parallel_state.get_tensor_model_parallel_rank()
+            tp_size = parallel_state.get_tensor_model_parallel_world_size()
+        experts = local_experts(local, config, tp_rank=tp_rank, tp_size=tp_size)
         return self._replay.forward(model, experts.to(local.inputs.tokens.device))
 
     def _loss_func(self, local: LocalBatch, total: Tensor) -> tuple:
@@ -146,6 +143,7 @@ class PolicyGradientStep:
                 "loss does not require grad, so Megatron skips this rank's backward and the other ranks wait; unfreeze "
                 "a parameter of the model"
             )
+        self._returned += self._scaling.local_count(local.num_positions)
         return self._scaling.outputs(
             total, num_positions=local.num_positions, policy=self._loss.diagnostics[local].policy
         )
@@ -240,13 +238,14 @@ class PolicyGradientStep:
         checks.check_open(call.chunks, takes_documents=self.documents is not None, dynamic_cp=self._dynamic_cp)
         self._loss.check_layer(call.device)
         self.steps += 1
+        function = get_forward_backward_func()
         parts = StepParts(
             settings=self.settings,
             loss=self._loss,
             group=self._counting_group,
             check=partial(self._check, call),
             slices=partial(self._slices, call),
-            run=partial(self._forwards, get_forward_backward_func(), call),
+            run=lambda local: self._forwards(function, call, local, self._scaling_of(len(local), is_open=True)),
             on_report=self._finish,
             place=f"in its step {self.steps}, before the optimizer moved",
         )
@@ -272,7 +271,7 @@ class PolicyGradientStep:
             _router_losses_to_scale(call.chunks, local) if needs_router_scale(call.config) else nullcontext(),
             self._groups.in_layers(call.chunks) if self._groups else nullcontext(),
         ):
-            losses = self._forwards(forward_backward_func, call, local, self._scaling_of(plan, call.chunks[0]))
+            losses = self._forwards(forward_backward_func, call, local, self._scaling_of_step(plan, call.chunks[0]))
         gathered = findings[0] if findings else self._gather_and_check()
         report = report_of(plan, self.settings.metrics, gathered, forward_only=call.forward_only, documents=documents)
         self._finish(report)
@@ -282,7 +281,7 @@ class PolicyGradientStep:
         self, forward_backward_func: Callable, call: ScheduleCall, local: Sequence[LocalBatch], scaling: LossScaling
     ) -> list:
         """Run the schedule over this rank's slices."""
-        self._scaling = scaling
+        self._scaling, self._returned = scaling, 0
         self._loss.begin(scaling, call.config, parallel_state.get_tensor_model_parallel_group(), self.settings)
         # with gradients on, the fused head adds to main_grad in the forward
         trains = torch.is_grad_enabled() and not call.forward_only
@@ -309,12 +308,10 @@ class PolicyGradientStep:
                 raise error
             return batches
 
-        try:
-            planned = PlannedStep.of(fetched, self.settings, group=group, rule=rule, check=partial(self._check, call))
-        except StepPlanError as failure:
-            checks.check_agreement([], None, failure, group)
-            raise
-        checks.check_agreement([batch.digest for batch in planned.batches], planned.plan, None, group)
+        check = partial(self._check, call)
+        planned = checks.planned_alike(
+            lambda: PlannedStep.of(fetched, self.settings, group=group, rule=rule, check=check), group
+        )
         if planned.plan.warning is not None and not self._has_warned and torch.distributed.get_rank() == 0:
             warnings.warn(planned.plan.warning, stacklevel=2)
             self._has_warned = True
@@ -348,11 +345,11 @@ class PolicyGradientStep:
             if self._groups:
                 takes_a_ranks_own = takes_documents and not isinstance(self.documents, SharedDocumentAccumulator)
                 checks.check_dynamic_cp(call.chunks, self.settings, takes_documents=takes_a_ranks_own)
-            source = checks.source_of(call.data_iterator)
+            source = checks.source_of(call.keywords["data_iterator"])
             if getattr(source, "replaying", False) and not call.forward_only:
                 self.settings = self._before
             if not takes_documents:
-                batches = checks.take_microbatches(source, call.num_microbatches)
+                batches = checks.take_microbatches(source, call.keywords["num_microbatches"])
         except Exception as failure:  # the exchange raises it on every rank
             error = failure
         if self.documents is None or not takes_documents:
@@ -370,32 +367,38 @@ class PolicyGradientStep:
         """The ranks that contribute their own samples."""
         return self._groups.plane if self._groups else parallel_state.get_data_parallel_group()
 
-    def _scaling_of(self, plan: StepPlan, model: Any) -> LossScaling:
+    def _scaling_of_step(self, plan: StepPlan, model: Any) -> LossScaling:
         has_router = bool(getattr(model.config, "num_moe_experts", None))
         if has_router and self.settings.per_token:
             check_count(plan.num_positions)
+        num_positions = plan.num_positions if has_router else None
+        return self._scaling_of(
+            plan.num_microbatches, num_positions=num_positions, averages=checks.always_averages(model)
+        )
+
+    def _scaling_of(self, num_microbatches: int, **rest: Any) -> LossScaling:
         return LossScaling(
             per_token=self.settings.per_token,
-            num_microbatches=plan.num_microbatches,
+            num_microbatches=num_microbatches,
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
             context_parallel_size=parallel_state.get_context_parallel_world_size(),
-            num_positions=plan.num_positions if has_router else None,
-            averages=checks.always_averages(model),
             name=ROLES[self.settings.terms.objective.role],
+            **rest,
         )
 
     def _gather_and_check(self) -> StepFindings:
-        diagnostics = self._loss.diagnostics
         reports = parallel_state.get_tensor_model_parallel_rank() == 0  # other ranks hold copies of its sums
-        counted = sum(self._scaling.local_count(local.num_positions) for local in diagnostics) if reports else 0
-        data_rank = self._counting_group.rank()
         gathered = gather_found(
-            diagnostics, self.settings.metrics, reports=reports, data_rank=data_rank, returned=counted
+            self._loss.take(),  # no LocalBatch outlives the step
+            self.settings.metrics,
+            reports=reports,
+            data_rank=self._counting_group.rank(),
+            returned=self._returned if reports else 0,
         )
-        if self.settings.per_token and gathered.returned != self._scaling.count:
+        if gathered.returned != self._scaling.count:
             raise ScheduleError(
-                f"returned counts sum to {gathered.returned}, not to {self._scaling.count}, so Megatron divides by a "
-                "wrong number; do not wrap or replace the forward step's loss function"
+                f"the step's loss function has counted {gathered.returned} of {self._scaling.count}, so another one "
+                "has scaled losses for Megatron; do not replace the loss function of forward_step"
             )
         return gathered
 

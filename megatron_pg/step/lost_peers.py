@@ -42,7 +42,9 @@ def lost_peer_named(where: Callable[[], str]) -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error).strip()
-        if isinstance(error, LostPeerError) or not _is_about_a_lost_peer(error, text):
+        # not about a port in use, or two ranks on one GPU
+        is_lost = "gloo" in text or (isinstance(error, torch.distributed.DistError) and _LOST.search(text))
+        if isinstance(error, LostPeerError) or not is_lost:
             raise
         call = _waiting_call(extract_tb(error.__traceback__))
         raise LostPeerError(_message(where(), call, (text.splitlines() or [text])[0][:300])) from error
@@ -51,11 +53,6 @@ def lost_peer_named(where: Callable[[], str]) -> Iterator[None]:
         ended.set()
         if is_outermost:
             watcher.join()  # a step leaves no thread
-
-
-def _is_about_a_lost_peer(error: RuntimeError, text: str) -> bool:
-    """Not about a port in use, or two ranks on one GPU."""
-    return "gloo" in text or (isinstance(error, torch.distributed.DistError) and bool(_LOST.search(text)))
 
 
 def _watch(ended: threading.Event, watched: int) -> None:

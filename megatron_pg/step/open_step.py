@@ -7,6 +7,7 @@
 `megatron_pg.plan.open_plan` explains the weights.
 """
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,15 +17,14 @@ from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, PackedBatch
-from megatron_pg.plan.collectives import broadcast_values
-from megatron_pg.plan.errors import ScheduleError, StepPlanError, message_of
+from megatron_pg.plan.collectives import broadcast_text
+from megatron_pg.plan.errors import ScheduleError, message_of
 from megatron_pg.plan.open_plan import OpenPlan
 from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings
-from megatron_pg.step.checks import check_agreement
+from megatron_pg.step.checks import planned_alike
 from megatron_pg.step.findings import StepReport, gather_found, report_of
 from megatron_pg.step.loss import Diagnostics
-from megatron_pg.step.loss_scaling import LossScaling
 from megatron_pg.step.lost_peers import lost_peer_named
 from megatron_pg.step.model_loss import ModelLoss
 from megatron_pg.step.schedule import ScheduleCall
@@ -40,7 +40,7 @@ class StepParts:
     group: ProcessGroup  # the ranks that contribute their own samples
     check: Callable[[Sequence[PackedBatch]], None]
     slices: Callable[[PlannedStep], list[LocalBatch]]
-    run: Callable[[list[LocalBatch], LossScaling], object]  # the schedule over them
+    run: Callable[[list[LocalBatch]], object]  # the schedule over them
     on_report: Callable[[StepReport], None]
     place: str  # the progress of the run, for messages
 
@@ -78,11 +78,11 @@ class OpenStep:
 
         What has arrived is a matter of timing, so one rank decides, and its peers wait for these rollouts.
         """
-        chosen = list(arrived)
+        chosen = json.dumps([*arrived])
         with lost_peer_named(lambda: self._parts.place):  # each group's first rank reaches the next one's
-            chosen = broadcast_values(chosen, parallel_state.get_tensor_model_parallel_group())
-            chosen = broadcast_values(chosen, parallel_state.get_context_parallel_group())
-            return broadcast_values(chosen, parallel_state.get_pipeline_model_parallel_group())
+            chosen = broadcast_text(chosen, 0, parallel_state.get_tensor_model_parallel_group())
+            chosen = broadcast_text(chosen, 0, parallel_state.get_context_parallel_group())
+            return json.loads(broadcast_text(chosen, 0, parallel_state.get_pipeline_model_parallel_group()))
 
     def add(self, batches: Sequence[PackedBatch]) -> None:
         """Forward and backward of these micro-batches, now; data-parallel ranks may call at different times, or never.
@@ -167,15 +167,8 @@ class OpenStep:
     def _train(self, planned: PlannedStep) -> None:
         """Forward and backward of planned micro-batches. No LocalBatch outlives it; waits for the device."""
         local = self._parts.slices(planned)
-        scaling = LossScaling(
-            per_token=self._parts.settings.per_token,
-            num_microbatches=len(local),
-            data_parallel_size=parallel_state.get_data_parallel_world_size(),
-            context_parallel_size=parallel_state.get_context_parallel_world_size(),
-            is_open=True,
-        )
         with held_back(self._call.chunks), torch.enable_grad():
-            self._parts.run(local, scaling)
+            self._parts.run(local)
         found = self._parts.loss.take()
         for batch in (each for each in local if each in found):  # none on pipeline stages without the loss
             first = float(found[batch].nonfinite[1])
@@ -192,20 +185,13 @@ class OpenStep:
                 raise ScheduleError(f"an add of the open step failed: {message_of(self._error)}") from self._error
             return rest
 
-        try:
-            planned = self._plan.close(rest_of, self._check, group)
-        except StepPlanError as failure:
-            check_agreement([], None, failure, group)
-            raise
-        digests = [*self._digests, b"rest", *(batch.digest for batch in planned.batches)]
-        check_agreement(digests, planned.plan, None, group)
-        return planned
+        return planned_alike(lambda: self._plan.close(rest_of, self._check, group), group, [*self._digests, b"rest"])
 
     def _count_kept(self) -> None:
         """Tell the plan, from the last pipeline stage, how many tokens of each added sample the model has kept."""
         group = parallel_state.get_pipeline_model_parallel_group()
         mine = [int(n) for one in self._found.values() if one.kept is not None for n in one.kept.tolist()]
-        counts = broadcast_values(mine, group, source=group.size() - 1)
+        counts = json.loads(broadcast_text(json.dumps(mine), group.size() - 1, group))
         if len(counts) == sum(self._plan.sizes):
             self._plan.count_kept(torch.tensor(counts, dtype=torch.int64))
         elif self._error is None:

@@ -1,6 +1,6 @@
 """One call of Megatron's forward-backward function, as a record."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -15,15 +15,11 @@ from megatron_pg.plan.documents import schedulable_count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleCall:
-    """The keyword arguments of Megatron's forward-backward function that the step reads."""
+    """The keyword arguments of Megatron's forward-backward function, and what the step reads of them most."""
 
     chunks: list[Any]  # the model's virtual pipeline stages on this rank
-    data_iterator: Iterator | list[Iterator | None] | None  # a list under virtual pipeline parallelism
-    num_microbatches: int  # K; not read where the step takes documents
-    seq_length: int
-    micro_batch_size: int
-    forward_only: bool = False
-    keywords: Mapping[str, object]  # all of them, as given
+    forward_only: bool
+    keywords: Mapping[str, Any]  # all of them, as given
     weight_version: int | None  # optimizer steps that the model's weights have seen, for the ages of tokens
 
     @classmethod
@@ -32,10 +28,6 @@ class ScheduleCall:
         model = keywords["model"]
         return cls(
             chunks=model if isinstance(model, list) else [model],
-            data_iterator=keywords["data_iterator"],
-            num_microbatches=keywords["num_microbatches"],
-            seq_length=keywords["seq_length"],
-            micro_batch_size=keywords["micro_batch_size"],
             forward_only=bool(keywords.get("forward_only")),
             keywords=keywords,
             weight_version=weight_version,
@@ -60,5 +52,5 @@ class ScheduleCall:
     def over(self, microbatches: Sequence[LocalBatch]) -> dict[str, object]:
         """The keyword arguments with the planned micro-batches, over which every virtual stage runs."""
         iterators = [iter(microbatches) for _ in self.chunks]
-        data_iterator = iterators if isinstance(self.data_iterator, list) else iterators[0]
+        data_iterator = iterators if isinstance(self.keywords["data_iterator"], list) else iterators[0]
         return {**self.keywords, "data_iterator": data_iterator, "num_microbatches": len(microbatches)}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_pg.cp_utils import padded_length, zigzag_index
 from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.plan.facts import COLUMNS
 from megatron_pg.plan.plan import plan_from_table
 from megatron_pg.plan.table import LocalTable, PlanRule
 
@@ -82,10 +83,10 @@ def partitioned_sum(step: DyadicStep, mode: str, rng: random.Random) -> Tensor:
     bounds = sorted(rng.randint(0, len(order)) for _ in range(rng.randint(0, 3)))
     cp_size, microbatches, pieces = rng.choice([1, 2, 3, 4]), rng.randint(1, 4), []
     rule = PlanRule(aggregation=mode, divisor=DIVISOR)
-    rows = step.table[order][:, [0, 1, 2, 0]]  # every trained token is kept
-    rows = torch.nn.functional.pad(rows, (0, rule.width - rows.shape[1]))
+    keys, tokens = step.table[order][:, [1, 2]], step.table[order][:, [0, 0]]  # every trained token is kept
+    facts = torch.zeros(len(order), COLUMNS, dtype=torch.int64)
     for first, last in zip([0, *bounds], [*bounds, len(order)], strict=True):
-        whole = LocalTable(rows, True, True, TRAINED, TRAINED, rows[first:last, 1:3])
+        whole = LocalTable(keys, tokens, facts, True, True, TRAINED, TRAINED, TRAINED, keys[first:last])
         weights = (1.0 / plan_from_table(whole, rule, error=None, group=None).denominators).float()
         mine = list(zip(order[first:last], weights, strict=True))
         cells = [mine[k::microbatches] for k in range(microbatches)]

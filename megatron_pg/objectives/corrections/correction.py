@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from megatron_pg.declarations.corrections import CORRECTIONS
+from megatron_pg.declarations.corrections import CORRECTIONS, CorrectionDeclaration
 from megatron_pg.objectives.dppo_kl import token_divergence
 from megatron_pg.objectives.interface.tokens import ratio
 from megatron_pg.rollouts.sample import Sample
@@ -30,6 +30,11 @@ class Correction:
     fraction: float | None = None  # f, of the step's tokens
     coef: float | None = None  # β
     words: tuple[str, ...] = ()  # its further options, as declared
+
+    @property
+    def declared(self) -> CorrectionDeclaration:
+        """What it is, without its numbers."""
+        return CORRECTIONS[self.name]
 
 
 NONE = Correction(name="none")
@@ -105,7 +110,7 @@ def correction_factors(samples: Sequence[Sample], correction: Correction, level:
     Raises:
         ValueError: old_logprobs are rollout_logprobs.
     """
-    declared = CORRECTIONS[correction.name]
+    declared = correction.declared
     factors_of = declared.load()
     if factors_of is None and not (declared.selection and declared.reads == "rollout_logprobs"):
         return None

@@ -17,7 +17,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.objectives.corrections.correction import Correction, of_trained
 from megatron_pg.rollouts.sample import Sample
 
@@ -84,7 +83,7 @@ def check_size(samples: Sequence[Sample], correction: Correction) -> None:
     Raises:
         ValueError: one is beyond 1e100.
     """
-    declared = CORRECTIONS[correction.name].selection
+    declared = correction.declared.selection
     for sample in samples:
         for name in declared.reads if declared else ():
             values = getattr(sample, name)

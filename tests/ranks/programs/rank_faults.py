@@ -6,6 +6,7 @@ import importlib
 import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import namespaces
@@ -196,7 +197,15 @@ def arguments(fault: str, given: dict) -> dict:
         return given | {"seq_length": WIDTH + 8}
     if fault == "more" and on_rank_1():
         return given | {"num_microbatches": 3}
+    if fault == "replaced" and on_rank_1():
+        return given | {"forward_step_func": partial(with_another_loss_function, given["forward_step_func"])}
     return given
+
+
+def with_another_loss_function(forward_step: Callable, *positional: object, **keywords: object) -> tuple:
+    """A user's own forward step, which scales the loss itself."""
+    output, _ = forward_step(*positional, **keywords)
+    return output, lambda total: (total, torch.ones((), dtype=torch.int32), {"pg_loss": total.detach().expand(2)})
 
 
 # --- data ---

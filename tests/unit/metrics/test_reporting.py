@@ -27,6 +27,11 @@ def test_what_a_callback_may_add():
     assert added_values(None, []) == added_values({}, []) == {}
 
 
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
@@ -40,6 +45,7 @@ def test_what_a_callback_may_add():
         ({"a": torch.zeros(2)}, "which is not a real number"),
         ({"a": 10**400}, "on_step returned a=1000000"),
         ({"a": 10**5000}, "which is not a real number in the range of float"),
+        ({"a": Unprintable()}, "a=a Unprintable without a text, which is not a real number"),  # and no rank waits
         ({"a": torch.tensor(1j)}, "a=tensor(0.+1.j), which is not a real number"),
         ({"nonfinite": 3.0}, "'nonfinite', which is a metric of megatron_pg"),
         ({"iteration": 1}, "'iteration', which is a metric of megatron_pg"),

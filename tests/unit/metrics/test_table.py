@@ -24,7 +24,7 @@ from megatron_pg.rollouts.sample import Sample
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 TERMS = LossTerms(objective=objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28))
 NONE = unit_facts(encode_facts([]))
-FACTS = SampleFacts(fact_sums(NONE), largest_facts(NONE), torch.zeros(2, dtype=torch.int64))
+FACTS = SampleFacts.of(fact_sums(NONE), largest_facts(NONE), torch.zeros(2, dtype=torch.int64))
 PLAN = SimpleNamespace(
     num_turns=None,
     num_tokens=2,
@@ -186,7 +186,7 @@ def test_metrics_of_the_step_need_no_trained_token_of_the_objective():
     dropped = SimpleNamespace(**vars(PLAN) | {"num_tokens": 0, "num_rollouts": 0, "num_prompts": 0})
     masked.depth_counts = dropped.depth_counts = (3, 1)
     facts = unit_facts(encode_facts([sample_of_the_objective()]))
-    masked.facts = SampleFacts(fact_sums(facts), largest_facts(facts), torch.zeros(2, dtype=torch.int64))
+    masked.facts = SampleFacts.of(fact_sums(facts), largest_facts(facts), torch.zeros(2, dtype=torch.int64))
     reduction, nothing = Reduction("basic", ("mtp", "further")), tokens([0, 0])
     nothing.totals.update(mtp_loss=torch.tensor(2.0), mtp_accepted=torch.tensor(2), loss=torch.tensor(0.2))
     totals = reduction.partial(nothing).tolist()

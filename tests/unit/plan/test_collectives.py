@@ -5,7 +5,7 @@ import threads
 import torch
 import torch.distributed as dist
 
-from megatron_pg.plan.collectives import all_gather_rows, broadcast_text, decode, encode
+from megatron_pg.plan.collectives import all_gather_rows, broadcast_text, gathered_texts
 
 
 def test_rows_of_a_group_are_those_of_its_members():
@@ -42,13 +42,24 @@ def test_what_failed_here_is_raised_where_the_others_cannot_be_told(monkeypatch)
         threads.run(1, lambda rank: all_gather_rows(torch.zeros(5)))
 
 
-def test_a_text_is_cut_at_its_bytes_and_half_a_character_is_left_out():
-    assert threads.run(2, lambda rank: broadcast_text("aΣΣ", 0, size=4)) == ["aΣ"] * 2  # a: 1 byte, Σ: 2
-    assert threads.run(3, lambda rank: broadcast_text(f"I am {rank}: Σ", 1)) == ["I am 1: Σ"] * 3
+TEXTS = ["", "a", "Σ m·ℓ", "line\nline\0", "x" * 20_000]
 
 
-@pytest.mark.parametrize("text", ["", "a", "Σ m·ℓ", "line\nline", "x" * 64])
-def test_a_text_that_fits_comes_back(text):
-    data = encode(text, 64)
-    assert (data.dtype, data.shape) == (torch.uint8, (64,))
-    assert decode(data) == text
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_of_any_length_arrives_whole(text):
+    assert threads.run(3, lambda rank: broadcast_text(text if rank == 1 else "mine", 1)) == [text] * 3
+    assert threads.run(1, lambda rank: gathered_texts(text, None)) == [[text]]
+
+
+@pytest.mark.parametrize("missing", [{}, {1}, set(range(5))])
+def test_texts_of_different_lengths_come_in_the_order_of_the_ranks(missing):
+    expected = ["" if rank in missing else text for rank, text in enumerate(TEXTS)]
+    assert threads.run(5, lambda rank: gathered_texts(expected[rank], dist.group.WORLD)) == [expected] * 5
+
+
+def test_a_text_comes_from_a_rank_of_the_group():
+    def work(rank):
+        mine = threads.subgroup(lambda r: r % 2, 4, rank)
+        return broadcast_text(f"rank {rank}", 1, mine)
+
+    assert threads.run(4, work) == ["rank 2", "rank 3", "rank 2", "rank 3"]

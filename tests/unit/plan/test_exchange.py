@@ -18,9 +18,10 @@ from megatron_pg.declarations.loss_terms import OBJECTIVE, LossTerm
 from megatron_pg.plan import collectives
 from megatron_pg.plan.exchange import KINDS, MIXED, WholeStep, _owners, exchange
 from megatron_pg.plan.facts import SampleFacts, fact_sums, largest_facts, ordered_bits, unit_facts
-from megatron_pg.plan.table import PROMPT, ROLLOUT, WIDTH, LocalTable, PlanRule
+from megatron_pg.plan.table import PROMPT, ROLLOUT, LocalTable, PlanRule
 
 HAS_REWARD = 1 << 40
+FACTS, TOKENS = 2, 5  # first columns of a row here, after the keys
 
 
 def random_rule(rng: random.Random) -> PlanRule:
@@ -39,15 +40,14 @@ def random_rows(rng: random.Random, rule: PlanRule) -> list[list[int]]:
         reward = rng.choice([0.0, 1.0, rng.gauss(0, 1)])
         bits = int(bits_of(torch.tensor(reward, dtype=torch.float64)))
         facts = [bits, rng.randint(1, 9) + HAS_REWARD, 0] if rng.random() < 0.8 else [0, rng.randint(1, 9), 0]
-        tokens = [rng.choice([-1, 0, 1, 5, 2**40]) for _ in range(rule.width - WIDTH + 2)]
-        found.append([tokens[0], rollout % 2**62, prompt, tokens[1], *facts, *tokens[2:]])
+        found.append([rollout % 2**62, prompt, *facts, *(rng.choice([-1, 0, 1, 5, 2**40]) for _ in range(rule.width))])
     return found
 
 
 def table_of(rows: list[list[int]], held: list[list[int]], rule: PlanRule) -> LocalTable:
-    tensor = torch.tensor(rows, dtype=torch.int64).view(-1, rule.width)
-    keys = torch.tensor(held, dtype=torch.int64).view(-1, rule.width)[:, [ROLLOUT, PROMPT]]
-    return LocalTable(tensor, True, True, len(rows), 2 * len(rows), keys)
+    parts = torch.tensor(rows, dtype=torch.int64).view(-1, TOKENS + rule.width).tensor_split([FACTS, TOKENS], dim=1)
+    keys = torch.tensor(held, dtype=torch.int64).view(-1, TOKENS + rule.width)[:, :FACTS]
+    return LocalTable(parts[0], parts[2], parts[1], True, True, 3 * len(rows), len(rows), 2 * len(rows), keys)
 
 
 def check_units(found: WholeStep, ranks: list[list[list[int]]], held: list[list[int]], rule: PlanRule) -> None:
@@ -55,7 +55,7 @@ def check_units(found: WholeStep, ranks: list[list[list[int]]], held: list[list[
     rows = [row for own in ranks for row in own]
     for kind in KINDS.values():
         units = found.units[kind]
-        for c, column in enumerate(rule.counted):
+        for c, column in enumerate(range(TOKENS, TOKENS + rule.width)):
             totals = defaultdict(int)
             for row in rows:
                 if row[column] >= 0:
@@ -89,7 +89,7 @@ def bits_of(rewards: torch.Tensor) -> torch.Tensor:
 
 def rewarded(ranks: list[list[list[int]]]) -> list[list[int]]:
     """Rollout and bits of the reward of every sample that has one."""
-    return [[row[ROLLOUT], row[4]] for own in ranks for row in own if row[5] & HAS_REWARD]
+    return [[row[ROLLOUT], row[FACTS]] for own in ranks for row in own if row[FACTS + 1] & HAS_REWARD]
 
 
 def rewards_of(ranks: list[list[list[int]]]) -> dict[int, float]:
@@ -123,7 +123,7 @@ def test_every_count_equals_counting_by_hand(full, evidence):
             check_units(found, ranks, held[rank], rule)
             check_strays(found, ranks, rule)
             assert (found.num_positions, found.num_response_tokens) == (len(everyone), 2 * len(everyone))
-            assert found.num_trained == sum(max(row[rule.any_term], 0) for row in everyone)
+            assert found.num_trained == 3 * len(everyone)
             rewards = rewards_of(ranks).values()
             assert found.facts.num_rewards == (len(rewards) or None)
             if rewards and "reward" not in found.strays:
@@ -142,7 +142,7 @@ def test_rewards_are_added_up_exactly_in_any_cut(scale):
     variance = sum((Fraction(reward) - mean) ** 2 for reward in rewards) / 50
     for cut in (0, 7, 50):
         sums = fact_sums(rows[:cut]) + fact_sums(rows[cut:])
-        found = SampleFacts(sums, largest_facts(rows), torch.zeros(2, dtype=torch.int64))
+        found = SampleFacts.of(sums, largest_facts(rows), torch.zeros(2, dtype=torch.int64))
         assert found.reward == float(mean)
         assert abs(Fraction(found.reward_std) ** 2 / variance - 1) < Fraction(1, 2**51)
         assert (found.max_reward, found.min_reward) == (max(rewards), min(rewards))
@@ -151,16 +151,17 @@ def test_rewards_are_added_up_exactly_in_any_cut(scale):
 def test_equal_rewards_have_no_spread():
     bits = bits_of(torch.full((3,), 0.1, dtype=torch.float64))
     rows = unit_facts(torch.stack([bits, torch.full_like(bits, HAS_REWARD + 1), torch.zeros_like(bits)], dim=1))
-    found = SampleFacts(fact_sums(rows), largest_facts(rows), torch.zeros(2, dtype=torch.int64))
+    found = SampleFacts.of(fact_sums(rows), largest_facts(rows), torch.zeros(2, dtype=torch.int64))
     # the sum of three, divided by 3, is 0.10000000000000002 / 3 · 3
     assert (found.reward, found.reward_std) == (0.1, 0.0)
 
 
 def test_without_prompts_there_are_no_groups_of_rewards():
     bits = int(bits_of(torch.ones(1, dtype=torch.float64)))
-    rows = torch.tensor([[1, rollout, 0, 1, bits, HAS_REWARD + 1, 0] for rollout in range(4)])
+    keys, tokens = torch.tensor([[rollout, 0] for rollout in range(4)]), torch.ones(4, 2, dtype=torch.int64)
+    facts = torch.tensor([[bits, HAS_REWARD + 1, 0]] * 4)
     for has_prompt_ids, expected in ((True, 1.0), (False, None)):
-        local = LocalTable(rows, True, has_prompt_ids, 4, 4, rows[:, [ROLLOUT, PROMPT]])
+        local = LocalTable(keys, tokens, facts, True, has_prompt_ids, 4, 4, 4, keys)
         found = exchange(local, PlanRule(aggregation="token_mean"), None)
         assert found.facts.zero_variance_fraction == expected
 

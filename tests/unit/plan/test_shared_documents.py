@@ -12,7 +12,10 @@ from samples import make_sample
 
 from megatron_pg.batch import cut_over_ranks
 from megatron_pg.plan.documents import EndOfDocuments, Position, StepRule
+from megatron_pg.plan.errors import StepPlanError
+from megatron_pg.plan.plan import plan_from_table
 from megatron_pg.plan.shared_documents import SharedDocumentAccumulator
+from megatron_pg.plan.table import PlanRule
 
 RANKS = 4
 
@@ -47,7 +50,7 @@ def run(documents, *, num_documents, policy="exact", end="partial", steps=9, beg
                 batches, figures, error = accumulator.take(source, group=torch.distributed.group.WORLD)
             except EndOfDocuments as farewell:
                 return [*found, str(farewell)]
-            if error is not None:
+            if figures is None:
                 return [*found, error]
             found.append(([[s.sample_id for s in batch.samples] for batch in batches], figures))
         return found
@@ -89,8 +92,8 @@ def test_groups_are_never_cut_and_an_exact_step_that_cannot_be_is_refused():
     assert [(f.num_documents, f.documents_surplus) for _, f in found[0][:2]] == [(6, 2), (4, 0)]
     refused = run(documents, num_documents=4)
     assert (
-        "4 with --docs-per-step-policy exact: 1 documents are missing, and the next group, which is never split, has 3"
-        in str(refused[0][0])
+        "4 with --docs-per-step-policy exact: 1 documents are missing, and the next groups, which are never split, "
+        "have 3. Choose" in str(refused[0][0])
     )
 
 
@@ -113,8 +116,24 @@ def test_a_rank_with_other_documents_stops_all(of_rank_2):
 def test_a_rank_whose_source_fails_stops_all_and_a_document_that_fits_on_no_ranks_is_named():
     found = run(groups(LENGTHS), num_documents=4, change=lambda rank, d: iter([3]) if rank == 1 else d)
     assert "the documents gave a int" in str(found[1][0])
-    assert all("rank 1 could not take its documents" in str(found[rank][0]) for rank in (0, 2, 3))
+    assert [found[rank] for rank in (0, 2, 3)] == [[None]] * 3  # the metadata exchange brings them the message
     assert "65" in str(run(groups([65]), num_documents=1)[0][0])
+
+
+def test_every_rank_raises_the_message_of_the_rank_whose_source_fails():
+    def work(rank: int) -> str:
+        rule = StepRule(num_documents=4, policy="exact", end="partial")
+        documents = SharedDocumentAccumulator(
+            rule=rule, cut=partial(cut, rank), room=16 * RANKS, position=Position(0, (0,))
+        )
+        source, group = iter([3] if rank == 1 else groups(LENGTHS)), torch.distributed.group.WORLD
+        _, _, error = documents.take(source, group=group)
+        with pytest.raises(StepPlanError) as caught:
+            plan_from_table(None, PlanRule(aggregation="token_mean"), error=error, group=group)
+        return str(caught.value)
+
+    text = "data-parallel rank 1: the documents gave a int, not a Sample or a list of Samples. Use Sample.build."
+    assert threads.run(RANKS, work) == [text] * RANKS
 
 
 def test_a_replayed_step_takes_the_same_documents_and_counts_them_once():

@@ -1,5 +1,6 @@
 """Advantages whitened over the step: against numpy in float64, and bit for bit over any split."""
 
+import dataclasses
 import math
 import random
 
@@ -71,3 +72,11 @@ def _world() -> torch.distributed.ProcessGroup:
 
 def _bits(sample: Sample) -> object:
     return None if sample.advantages is None else sample.advantages.view(torch.int64).tolist()
+
+
+def test_a_critics_samples_stay_and_no_rank_waits_for_another():
+    critics = dataclasses.replace(plain_sample(2), advantages=None, returns=torch.zeros(2, dtype=torch.float64))
+    parts = [[critics], [plain_sample(2, advantage=[1.0, 2.0])]]
+    (left,), (whitened,) = threads.run(2, lambda rank: whiten_advantages(parts[rank], group=_world(), epsilon=0.0))
+    assert left is critics
+    assert whitened.advantages.tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])

@@ -35,7 +35,7 @@ def session(monkeypatch):
     session.step = SimpleNamespace(documents=None, settings=None, state_dict=dict)
     session.args = Namespace(docs_per_step=8, seq_length=24, log_interval=2, train_iters=1, eval_iters=0)
     monkeypatch.setattr(run, "get_args", lambda: session.args)
-    monkeypatch.setattr(errors, "all_gather_rows", lambda row, error: row[None])
+    monkeypatch.setattr(errors, "gathered_texts", lambda text, group, error: [text])
     return session
 
 
@@ -318,6 +318,16 @@ def test_a_running_jobs_banner_names_the_kernel_in_force():
     assert re.search(r"kernel +(torch|triton)  \(--pg-kernel\)", said[0])
 
 
+def test_ranks_compare_arguments_of_any_length():
+    given = {f"argument_{i}": "Σ" * 80 for i in range(82)}
+
+    def compare(rank: int) -> None:
+        with pytest.raises(ArgumentError, match="ranks disagree on last: rank 0 has 0, rank 1 has 1"):
+            startup._compare_ranks(given | {"last": f"{rank}"}, None, None)
+
+    threads.run(2, compare)
+
+
 def test_ranks_whose_gpus_differ_start_with_one_mode_of_the_fused_head(monkeypatch):
     said, from_args = [], startup.LossSettings.from_args
 
@@ -446,7 +456,7 @@ def logged(session, monkeypatch, tmp_path):
         args = Namespace(log_interval=1, tensorboard_log_interval=1)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
         answers = iter(heard or [])
-        monkeypatch.setattr(run_log, "broadcast_text", lambda text, source, size=1024: next(answers, text))
+        monkeypatch.setattr(run_log, "broadcast_text", lambda text, source: next(answers, text))
         scalar = lambda name, value, step: board.update({name: (step, value)})  # noqa: E731
         monkeypatch.setattr(run_log, "get_tensorboard_writer", lambda: SimpleNamespace(add_scalar=scalar))
         monkeypatch.setattr(

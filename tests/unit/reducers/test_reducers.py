@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS
-from megatron_pg.reducers import StepCounts, reducer_of
+from megatron_pg.reducers.base import StepCounts
 
 # rollouts: a = {s0, s1} with 3 + 5 trained tokens, b = {s2} with none; prompts: P = {a}, Q = {b}; N_r = 2, P = 2, T = 8
 COUNTS = {
@@ -26,7 +26,7 @@ BY_HAND = {
 
 
 def denominators(name: str, **changes) -> list[float]:
-    found = reducer_of(name)(StepCounts(**COUNTS | changes))
+    found = AGGREGATIONS[name].load()(StepCounts(**COUNTS | changes))
     assert found.dtype == torch.float64
     return found.tolist()
 

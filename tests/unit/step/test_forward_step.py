@@ -1,10 +1,12 @@
 """The step without a launch. On real ranks: tests/ranks/test_forward_step.py."""
 
 import argparse
+import contextlib
 import itertools
 import math
 import random
 import types
+from functools import partial
 
 import pytest
 import threads
@@ -20,6 +22,7 @@ from megatron_pg.step import forward_step
 from megatron_pg.step.findings import StepFindings, gather_found
 from megatron_pg.step.forward_step import PolicyGradientStep, _packed_seq_params
 from megatron_pg.step.loss import Diagnostics
+from megatron_pg.step.loss_scaling import LossScaling
 
 CALL = {"model": None, "data_iterator": None, "num_microbatches": 1, "seq_length": 4, "micro_batch_size": 1}
 
@@ -91,7 +94,7 @@ def test_gradients_are_made_in_training_only(monkeypatch, forward_only, enabled)
     terms = types.SimpleNamespace(adaptive_entropy=None)
     step, seen = PolicyGradientStep(types.SimpleNamespace(metrics=metrics, terms=terms)), []
     monkeypatch.setattr(step, "_plan", lambda call: (None, [], None))
-    monkeypatch.setattr(step, "_scaling_of", lambda plan, model: None)
+    monkeypatch.setattr(step, "_scaling_of_step", lambda plan, model: None)
     monkeypatch.setattr(step._loss, "begin", lambda *rest: None)
     monkeypatch.setattr(forward_step.parallel_state, "get_tensor_model_parallel_group", lambda: None)
     monkeypatch.setattr(step, "_gather_and_check", lambda: gathered)
@@ -184,3 +187,25 @@ def test_an_evaluation_is_not_counted_as_a_step_when_a_rank_is_lost(monkeypatch)
     assert "lost another rank in its step 1, before the optimizer moved, in" in said(lose, forward_only=False)
     assert "lost another rank in an evaluation after its step 1, in" in said(lose, forward_only=True)
     assert "lost another rank in its step 2, before the optimizer moved, in" in said(lose)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("called", [0, 1, 2])
+def test_every_loss_function_is_called_and_no_input_of_the_step_is_kept(monkeypatch, per_token, called):
+    """A function that replaces ours is not counted, with any of Megatron's divisors."""
+    step, sample = step_with(), make_sample(prompt_length=1, mask=[1], rng=random.Random(0))
+    batch = pack([sample], qkv_format="thd")
+    sliced = partial(slice_batch, batch, {"weights": batch.loss_mask.double()}, cp_rank=0, cp_size=1)
+    partial_of = torch.zeros(step.settings.metrics.width, dtype=torch.float64)
+    fine = Diagnostics(torch.zeros(()), partial_of, torch.tensor([0.0, math.inf, 0.0], dtype=torch.float64))
+    monkeypatch.setattr(forward_step.parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(PolicyGradientStep, "_counting_group", types.SimpleNamespace(rank=lambda: 0))
+    sizes = {"num_microbatches": 2, "data_parallel_size": 1, "context_parallel_size": 1}
+    step._scaling = LossScaling(per_token=per_token, **sizes)
+    step._loss.diagnostics = {sliced(): fine, sliced(): fine}
+    for local in [*step._loss.diagnostics][:called]:
+        step._loss_func(local, torch.zeros((), requires_grad=True))
+    refused = pytest.raises(ScheduleError, match=f"loss function has counted {called} of 2, so another one")
+    with refused if called < 2 else contextlib.nullcontext():
+        threads.run(1, lambda rank: step._gather_and_check())
+    assert not step._loss.diagnostics

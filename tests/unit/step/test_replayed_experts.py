@@ -1,15 +1,18 @@
 """The engine's experts where the tokens are: against loops over positions."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from samples import make_sample
 
 from megatron_pg import Sample
-from megatron_pg.batch import local_experts, pack, slice_batch
+from megatron_pg.batch import pack, slice_batch
+from megatron_pg.step.experts import local_experts
 
 EXPERTS, LAYERS, TOPK = 5, 3, 2
+CONFIG = SimpleNamespace(num_moe_experts=EXPERTS, num_layers=LAYERS, moe_router_topk=TOPK)
 
 
 def routed(rng: random.Random, prompt: int, response: int) -> Sample:
@@ -38,9 +41,7 @@ def test_every_token_takes_its_own_experts_to_the_rank_that_has_it(qkv_format, c
         places = [(row, int(column)) for column in local.row_index for row in range(len(batch.tokens))]
         length = len(places) // tp_size
         for tp_rank in range(tp_size):
-            found = local_experts(
-                local, num_experts=EXPERTS, layers=LAYERS, topk=TOPK, tp_rank=tp_rank, tp_size=tp_size
-            )
+            found = local_experts(local, CONFIG, tp_rank=tp_rank, tp_size=tp_size)
             assert found.shape == (LAYERS, length, TOPK)
             assert found.dtype == torch.int32
             for i, (row, column) in enumerate(places[tp_rank * length : (tp_rank + 1) * length]):
@@ -56,5 +57,5 @@ def test_every_token_takes_its_own_experts_to_the_rank_that_has_it(qkv_format, c
 def test_an_empty_micro_batch_crowds_no_expert():
     batch = pack([], qkv_format="bshd", max_seq_len=EXPERTS, rows=2)
     local = slice_batch(batch, {"weights": batch.loss_mask.double()}, cp_rank=0, cp_size=1)
-    found = local_experts(local, num_experts=EXPERTS, layers=LAYERS, topk=TOPK, tp_rank=0, tp_size=1)
+    found = local_experts(local, CONFIG, tp_rank=0, tp_size=1)
     assert found.flatten(1).sort(dim=1).values.tolist() == [[e for e in range(EXPERTS) for _ in range(4)]] * LAYERS
