@@ -15,7 +15,7 @@ from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.readers import read
 from megatron_pg.kernels.triton.surrogate import loss_and_slopes, loss_of_rows
 from megatron_pg.kernels.triton.tiles import FUSED
-from megatron_pg.kernels.triton.vocab_parallel import launch_gradient, rows_of
+from megatron_pg.kernels.triton.vocab_parallel import OfRows, launch_gradient, rows_of
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 RESCALE_BLOCK = 8192
@@ -112,7 +112,7 @@ class _TwoPasses(torch.autograd.Function):
         else:
             rows = rows_of(logits, targets, mask, vocabulary)
             found, *slopes = loss_and_slopes(policy_loss, rows.logprobs, rows.entropy)
-            of_rows = rows.peaks, rows.totals, rows.entropy, *slopes
+            of_rows = OfRows(rows.peaks, rows.totals, rows.entropy, *slopes)
         ctx.save_for_backward(logits, targets, mask, *of_rows)
         ctx.vocabulary, ctx.inplace = vocabulary, inplace
         results.append(found)
@@ -123,7 +123,8 @@ class _TwoPasses(torch.autograd.Function):
     def backward(ctx, grad_loss):
         logits, targets, mask, *of_rows = ctx.saved_tensors
         gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
-        launch_gradient(logits, gradient, targets, mask, (*of_rows, grad_loss, None), ctx.vocabulary)
+        of_rows = OfRows(*of_rows[:5], grad_loss)
+        launch_gradient(logits, gradient, (targets, mask), of_rows, ctx.vocabulary)
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)
         return gradient, None, None, None, None

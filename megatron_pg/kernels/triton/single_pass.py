@@ -141,9 +141,9 @@ def loss_and_gradient(
     tensors = logits, gradient, policy_loss.fields.targets.contiguous(), field_pointers(policy_loss), out
     sizes = valid, logits.stride(0), gradient.stride(0), log2_scale(vocabulary)
     scale = grad_scale / policy_loss.terms.grad_divisor / vocabulary.temperature
-    kind = Kind(logits.dtype == torch.bfloat16, vocabulary.softcap)
-    options = terms.constants | {"KIND": kind, "ENTROPY": entropy or terms.bonus is not None, "ROW": shape.tiling}
-    options |= shape.options | FUSED
+    options = terms.constants | shape.options | FUSED
+    kind, bonus = Kind(logits.dtype == torch.bfloat16, vocabulary.softcap), options.pop("BONUS")
+    options["ROW"] = shape.tiling._replace(kind=kind, entropy=entropy or bonus, bonus=bonus)
     after_rows = *sizes, terms.numbers, terms.coefficients, scale, 0
 
     def launch(programs: int, rows: int) -> Any:

@@ -63,8 +63,8 @@ class TritonTopKReader(TritonReader[TopKRowStatistics]):
         if vocabulary.softcap is not None:
             logits = z.gather(1, vocabulary.owned(ids)[0].long())
             named = vocabulary.through_cap(named, torch.where(mask[:, None], logits, 0))
-        of_rows = rows.tail_peaks, None, None, None, None, None, factors
-        vocab_parallel.launch_gradient(z, out, targets, mask, of_rows, vocabulary)
+        of_rows = vocab_parallel.OfRows(rows.tail_peaks, factors=factors)
+        vocab_parallel.launch_gradient(z, out, (targets, mask), of_rows, vocabulary)
         put(out, ids, mask, named, vocabulary)
 
 

@@ -51,11 +51,9 @@ def coefficients(
     """
     factors = torch.empty(len(ids), 3, dtype=torch.float32, device=ids.device)
     named = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
-    read = targets, mask, ids, rows.entropy, rows.head, rows.tail, rows.tail_totals
-    by_outputs, sizes = (slope.contiguous() for slope in slopes), (ids.shape[1], vocabulary.size)
-    coefficients_kernel[(len(ids),)](
-        *read, *by_outputs, factors, named, *sizes, log2_scale(vocabulary), **block_of(ids), **FUSED
-    )
+    tensors = targets, mask, ids, rows, tuple(slope.contiguous() for slope in slopes), factors, named
+    sizes = ids.shape[1], vocabulary.size, log2_scale(vocabulary)
+    coefficients_kernel[(len(ids),)](*tensors, *sizes, **block_of(ids), **FUSED)
     return factors, named
 
 
@@ -120,25 +118,7 @@ def combine_kernel(
 
 
 @triton.jit(do_not_specialize=["K"])
-def coefficients_kernel(
-    targets,
-    mask,
-    ids,
-    entropies,
-    heads,
-    tails,
-    tail_totals,
-    by_logprobs,
-    by_entropies,
-    by_heads,
-    by_tails,
-    factors,
-    named,
-    K,
-    vocab_size,
-    c,
-    BLOCK: tl.constexpr,
-):
+def coefficients_kernel(targets, mask, ids, of_rows, slopes, factors, named, K, vocab_size, c, BLOCK: tl.constexpr):
     """One row: factors [rows, 3] and named [rows, K] of `coefficients`."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(mask + row) != 0:
@@ -146,22 +126,23 @@ def coefficients_kernel(
         token = tl.load(ids + row * K + k, k < K, -1)
         target = tl.load(targets + row)
         scale = tl.cast(tl.cast(c, tl.float32), tl.float64) * LN2  # 1 / temperature
+        by_logprobs, by_entropies, by_heads, by_tails = slopes
         by_head = tl.load(by_heads + row * K + k, k < K, 0.0)
         by_tail = tl.load(by_tails + row)
         by_entropy = tl.load(by_entropies + row).to(tl.float64)
-        entropy = tl.load(entropies + row).to(tl.float64)
+        entropy = tl.load(of_rows.entropy + row).to(tl.float64)
         # where the log-probability is NaN, so is the gradient
         by_target = tl.load(by_logprobs + row).to(tl.float64)
         by_target = tl.where((target >= 0) & (target < vocab_size), by_target, float("nan"))
         common = -(tl.sum(by_head, 0) + by_tail + by_target)
         # e^x of the tail is q over this; where there is no tail nothing is multiplied by it
-        tail_total = tl.load(tail_totals + row)
+        tail_total = tl.load(of_rows.tail_totals + row)
         is_there = tail_total != 0
-        log_factor = tl.where(is_there, tl.load(tails + row) - tl.log(tl.where(is_there, tail_total, 1.0)), 0.0)
+        log_factor = tl.where(is_there, tl.load(of_rows.tail + row) - tl.log(tl.where(is_there, tail_total, 1.0)), 0.0)
         factor = tl.where(is_there, tl.exp(log_factor), 0.0)
         of_tail = tl.where(is_there, by_tail / tl.where(is_there, tail_total, 1.0), 0.0)
         outside = factor * (common - by_entropy * (log_factor + entropy)) + of_tail
-        head = _at_least(tl.load(heads + row * K + k, k < K, 0.0), FLOOR)
+        head = _at_least(tl.load(of_rows.head + row * K + k, k < K, 0.0), FLOOR)
         value = tl.exp(head) * (common - by_entropy * (head + entropy)) + by_head
         value += tl.where(token == target, by_target, 0.0)
         tl.store(factors + row * 3, (outside * scale).to(tl.float32))
