@@ -249,13 +249,13 @@ def topk() -> Iterator[Build]:
 
     from megatron_pg.declarations.loss_terms import KINDS
     from megatron_pg.kernels.topk import TopKRowStatistics
-    from megatron_pg.kernels.triton import divergences, topk_loss, topk_rows
+    from megatron_pg.kernels.triton import divergences, topk_loss
     from megatron_pg.kernels.triton import topk as by
 
     double, single, of_teacher = ("*fp64",) * 2, ("*fp32",) * 2, ("*fp32", "*fp64")
     types = {"stride": "i64", "student": double, "teacher": of_teacher, "own": ("*i1", "*fp32")}
     types |= {"of_rows": TopKRowStatistics(*single, "*fp32", *double, "*fp32", "*fp64"), "slopes": (*single, *double)}
-    variants = [(kernel, {}, "fp32") for kernel in (topk_rows.combine_kernel, topk_rows.coefficients_kernel)]
+    variants = [(kernel, {}, "fp32") for kernel in (by.combine_kernel, by.coefficients_kernel)]
     for dtype in ("bf16", "fp32"):
         variants.append((by.take_and_hide_kernel, {}, dtype))
         variants.append((by.put_kernel, {"starts": None, "counts": None}, dtype))
@@ -268,7 +268,7 @@ def topk() -> Iterator[Build]:
         yield Build(
             f"topk {kernel.__name__} {form} {flags.get('FIRST', '')} {dtype} {block}",
             kernel,
-            flags | topk_rows.block_of(torch.empty(1, block)),
+            flags | by.block_of(torch.empty(1, block)),
             {"logits": f"*{dtype}", "table": f"*{dtype}", **types}
             | ({"slopes": double, "results": ("*fp32",) * 3} if form else {}),
             even=(),

@@ -13,9 +13,9 @@ from megatron_pg.kernels.device import multiprocessors
 from megatron_pg.kernels.losses import detail_of, loss_of, reader_of
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.readers import read
-from megatron_pg.kernels.triton.surrogate import loss_and_slopes, loss_of_rows
+from megatron_pg.kernels.triton.surrogate import loss_of_rows, surrogate_and_slopes
 from megatron_pg.kernels.triton.tiles import FUSED
-from megatron_pg.kernels.triton.vocab_parallel import OfRows, launch_gradient, rows_of
+from megatron_pg.kernels.triton.vocab_parallel import OfRows, TritonPlainReader, write_gradient
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 RESCALE_BLOCK = 8192
@@ -110,9 +110,9 @@ class _TwoPasses(torch.autograd.Function):
         if vocabulary.ranks == 1 and policy_loss.is_by_token:
             found, of_rows = loss_of_rows(logits, targets, policy_loss, vocabulary)
         else:
-            rows = rows_of(logits, targets, mask, vocabulary)
-            found, *slopes = loss_and_slopes(policy_loss, rows.logprobs, rows.entropy)
-            of_rows = OfRows(rows.peaks, rows.totals, rows.entropy, *slopes)
+            rows = TritonPlainReader(vocabulary, targets, mask).read(logits)
+            found, slopes = surrogate_and_slopes(policy_loss, rows.logprobs, rows.entropy)
+            of_rows = OfRows.of(rows, slopes)
         ctx.save_for_backward(logits, targets, mask, *of_rows)
         ctx.vocabulary, ctx.inplace = vocabulary, inplace
         results.append(found)
@@ -124,7 +124,7 @@ class _TwoPasses(torch.autograd.Function):
         logits, targets, mask, *of_rows = ctx.saved_tensors
         gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
         of_rows = OfRows(*of_rows[:5], grad_loss)
-        launch_gradient(logits, gradient, (targets, mask), of_rows, ctx.vocabulary)
+        write_gradient(logits, gradient, (targets, mask), of_rows, ctx.vocabulary)
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)
         return gradient, None, None, None, None

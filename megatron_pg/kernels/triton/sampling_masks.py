@@ -43,7 +43,7 @@ class TritonSamplingMaskReader(TritonReader[SamplingMaskRowStatistics]):
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
         (targets, mask), restriction = self._where(chunk), self._restriction.at(chunk)
         is_read = mask if restriction.whole_entropy else mask & (restriction.sampling_mask.counts == 0)
-        whole = vocab_parallel.statistics(z, targets, is_read, self._vocabulary)
+        whole = vocab_parallel.statistics(z, (targets, is_read), self._vocabulary)
         shares = whole.clone() if restriction.whole_entropy else whole
         sizes = self._vocabulary.valid, self._vocabulary.first, z.stride(0), log2_scale(self._vocabulary)
         options = {"KIND": Kind(cap=self._vocabulary.softcap), "BLOCK": BLOCK, "num_warps": WARPS} | FUSED
@@ -54,7 +54,7 @@ class TritonSamplingMaskReader(TritonReader[SamplingMaskRowStatistics]):
     def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> SamplingMaskRowStatistics:
         """0 where masked."""
         parts = shares.chunk(2, dim=1) if self._restriction.whole_entropy else (shares,)
-        where = *self._where(chunk), self._vocabulary
+        where = self._where(chunk), self._vocabulary
         return SamplingMaskRowStatistics.of(*(vocab_parallel.combine(part.contiguous(), *where) for part in parts))
 
     @override
@@ -75,7 +75,8 @@ class TritonSamplingMaskReader(TritonReader[SamplingMaskRowStatistics]):
             is_read, of_rows, by_logprob = mask, rows.of_all, torch.where(is_whole, by_logprob, 0)
         else:
             is_read, of_rows = mask & is_whole, rows.of_sampling_mask
-        vocab_parallel.write_gradient(z, out, (targets, is_read), of_rows, (by_logprob, by_entropy), vocabulary)
+        of_rows = vocab_parallel.OfRows.of(of_rows, (by_logprob, by_entropy))
+        vocab_parallel.write_gradient(z, out, (targets, is_read), of_rows, vocabulary)
         where = *columns, out.stride(0), 0, 1
         put_kernel[(len(z),)](out, mask, *_sets(restriction), values, 0, *where, **options)
 

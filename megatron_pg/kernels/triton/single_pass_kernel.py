@@ -100,7 +100,8 @@ def _column_gradient(z, column_terms, BONUS: gl.constexpr):
 @gluon.jit
 def _tile_gradient(words, column_terms, dtype: gl.constexpr, ROW: gl.constexpr):
     """The gradient of a tile's words rounded to `dtype`, or of paired logits to pairs of bfloat16."""
-    logits = values(words, ROW.kind)
+    KIND: gl.constexpr = ROW.kind
+    logits = values(words, KIND)
     low = through_cap(_column_gradient(logits[0], column_terms, ROW.bonus), logits[0], ROW.kind.cap)
     if len(logits) == 2:
         high = through_cap(_column_gradient(logits[1], column_terms, ROW.bonus), logits[1], ROW.kind.cap)
@@ -123,11 +124,12 @@ def _fill(group, z_words, offsets, limit):
 def _load_kept(row, places, ROW: gl.constexpr):
     """The tuple of a row's tiles that registers keep; -inf at or beyond its limit."""
     KEPT: gl.constexpr = ROW.kept
+    KIND: gl.constexpr = ROW.kind
     z_row = row.words + places.words
     tiles = ()
     for k in gl.static_range(KEPT):
         at = (ROW.groups * ROW.per_group + k) * (ROW.threads * WORDS)
-        tiles = tiles + (gl.load(z_row + at, mask=places.words < row.limit - at, other=minus_infinity(ROW.kind)),)
+        tiles = tiles + (gl.load(z_row + at, mask=places.words < row.limit - at, other=minus_infinity(KIND)),)
     return tiles
 
 
@@ -241,11 +243,12 @@ def _no_statistics(places, ROW: gl.constexpr):
 def _accumulate_slot(statistics, slot, places, ROW: gl.constexpr, MASKED: gl.constexpr):
     """Add a tile of shared memory to the statistics. Copies write 0 beyond a row's end; `MASKED` makes it -inf."""
     TILE: gl.constexpr = ROW.threads * WORDS
+    KIND: gl.constexpr = ROW.kind
     m, s, t = statistics
     words = places.slots.index(slot).load(places.words.type.layout)
     if MASKED:
-        words = gl.where(places.words < places.width - slot * TILE, words, minus_infinity(ROW.kind))
-    return accumulate(m, s, t, (words,), places.c, ROW.kind, ROW.entropy)
+        words = gl.where(places.words < places.width - slot * TILE, words, minus_infinity(KIND))
+    return accumulate(m, s, t, (words,), places.c, KIND, ROW.entropy)
 
 
 @gluon.jit
@@ -255,6 +258,7 @@ def _read_first_row(first, places, ROW: gl.constexpr):
     PER: gl.constexpr = ROW.per_group
     TILE: gl.constexpr = ROW.threads * WORDS
     KEPT: gl.constexpr = ROW.kept
+    KIND: gl.constexpr = ROW.kind
     for g in gl.static_range(GROUPS):
         at = g * PER * TILE
         _fill(places.groups.index(g), first.words + at, places.group_words, first.limit - at)
@@ -265,7 +269,7 @@ def _read_first_row(first, places, ROW: gl.constexpr):
         for slot in range(GROUPS * PER):
             statistics = _accumulate_slot(statistics, slot, places, ROW, MASKED=True)
         for k in gl.static_range(KEPT):
-            statistics = accumulate(*statistics, (kept[k],), places.c, ROW.kind, ROW.entropy)
+            statistics = accumulate(*statistics, (kept[k],), places.c, KIND, ROW.entropy)
     return kept, statistics
 
 
@@ -316,6 +320,7 @@ def _exchange_groups(following, g_row, gradient, kept, places, ROW: gl.constexpr
     PER: gl.constexpr = ROW.per_group
     LAG: gl.constexpr = ROW.lag
     KEPT: gl.constexpr = ROW.kept
+    KIND: gl.constexpr = ROW.kind
     ALL_SHARED: gl.constexpr = ROW.kept == 0  # then a row may end within shared memory
     TILE: gl.constexpr = ROW.threads * WORDS
     statistics = _no_statistics(places, ROW)
@@ -331,7 +336,7 @@ def _exchange_groups(following, g_row, gradient, kept, places, ROW: gl.constexpr
         if g > 0:  # the kept tiles of the next row, spread over the groups
             if following.live:
                 for k in gl.static_range((g - 1) * KEPT // (GROUPS - 1), g * KEPT // (GROUPS - 1)):
-                    statistics = accumulate(*statistics, (kept[k],), places.c, ROW.kind, ROW.entropy)
+                    statistics = accumulate(*statistics, (kept[k],), places.c, KIND, ROW.entropy)
         # Each thread has read its own words of this group (above), so its copies may overwrite them.
         at = g * PER * TILE
         _fill(places.groups.index(g), following.words + at, places.group_words, following.limit - at)

@@ -49,19 +49,11 @@ def surrogate_loss(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -
     return PolicyGradientLoss(*_Surrogate.apply(logprobs, entropy, policy_loss))
 
 
-def surrogate_and_slopes(
-    policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor
-) -> tuple[PolicyGradientLoss, tuple[Tensor | None, ...]]:
-    """The same without autograd, and the derivatives of the loss by each log-probability and entropy."""
-    found, *slopes = loss_and_slopes(policy_loss, logprobs, entropy)
-    return found, tuple(slopes)
-
-
 class _Surrogate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logprobs, entropy, policy_loss):
-        found, slope, bend = loss_and_slopes(policy_loss, logprobs, entropy)
-        ctx.save_for_backward(slope, bend)
+        found, slopes = surrogate_and_slopes(policy_loss, logprobs, entropy)
+        ctx.save_for_backward(*slopes)
         return found.for_autograd(ctx)
 
     @staticmethod
@@ -71,10 +63,10 @@ class _Surrogate(torch.autograd.Function):
         return slope * grad_loss, None if bend is None else bend * grad_loss, None
 
 
-def loss_and_slopes(
+def surrogate_and_slopes(
     policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor
-) -> tuple[PolicyGradientLoss, Tensor, Tensor | None]:
-    """The loss and its derivatives by log π and by H, [T] each; None: no term reads the entropy."""
+) -> tuple[PolicyGradientLoss, tuple[Tensor, Tensor | None]]:
+    """The same without autograd, and its derivatives by log π and by H, [T] each; None: no term reads the entropy."""
     terms, known, rows = policy_loss.terms, KernelTerms.of(policy_loss.terms), logprobs.shape[0]
     sequences = sequence_fields(policy_loss, logprobs) if terms.reads_sequences else None
     count = 0 if sequences is None else len(sequences.counts)
@@ -98,14 +90,14 @@ def loss_of_rows(
     options = reading(logits, vocabulary) | known.constants
     token_loss_kernel[(rows,)](logits, targets, field_pointers(policy_loss), out, *sizes, *numbers, **options)
     logprobs, entropy, _, _, *values = out.unbind()
-    found, _, bend = _found(policy_loss, known, logprobs, entropy, values)
+    found, (_, bend) = _found(policy_loss, known, logprobs, entropy, values)
     return found, OfRows(out, by_entropies=bend)
 
 
 def _found(
     policy_loss: PolicyLoss, known: KernelTerms, logprobs: Tensor, entropy: Tensor, values: Sequence[Tensor]
-) -> tuple[PolicyGradientLoss, Tensor, Tensor | None]:
-    """The results of a kernel, by their names."""
+) -> tuple[PolicyGradientLoss, tuple[Tensor, Tensor | None]]:
+    """The results of a kernel by their names, and the derivatives."""
     named: list[Any] = [each if there else None for each, there in zip(values, known.results, strict=True)]
     found = _PerToken(*named)
     terms = term_losses(policy_loss, found.kl, entropy)
@@ -114,7 +106,7 @@ def _found(
     loss = PolicyGradientLoss(
         found.losses.sum(), found.policy, logprobs, found.log_ratios, entropy, terms, kept, *of_sequences
     )
-    return loss, found.slope, found.bend
+    return loss, (found.slope, found.bend)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.triton import divergences
 from megatron_pg.kernels.triton.surrogate import surrogate_loss
 from megatron_pg.kernels.triton.tiles import FUSED
-from megatron_pg.kernels.triton.topk_rows import block_of
+from megatron_pg.kernels.triton.topk import block_of
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 

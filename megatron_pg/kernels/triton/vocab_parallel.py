@@ -106,21 +106,21 @@ class TritonPlainReader(TritonReader[RowStatistics]):
 
     @override
     def read(self, logits: Tensor, *, may_hide: bool = False) -> RowStatistics:
-        return rows_of(logits, *self._where(ALL), self._vocabulary)
+        if self._vocabulary.ranks > 1:
+            return super().read(logits)
+        return RowStatistics(*statistics(logits, self._where(ALL), self._vocabulary, whole=True).unbind())
 
     @override
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
-        return statistics(z, *self._where(chunk), self._vocabulary)
+        return statistics(z, self._where(chunk), self._vocabulary)
 
     @override
     def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> RowStatistics:
-        return combine(shares, *self._where(chunk), self._vocabulary)
+        return combine(shares, self._where(chunk), self._vocabulary)
 
     @override
     def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: RowStatistics, slopes: Slopes) -> None:
-        by_logprob, by_entropy = slopes
-        by_logprob = torch.zeros_like(rows.logprobs) if by_logprob is None else by_logprob
-        write_gradient(z, out, self._where(chunk), rows, (by_logprob, by_entropy), self._vocabulary)
+        write_gradient(z, out, self._where(chunk), OfRows.of(rows, slopes), self._vocabulary)
 
 
 def _is_shifted(*matrices: Tensor) -> bool:
@@ -139,14 +139,10 @@ def log2_scale(vocabulary: Vocabulary) -> float:
     return math.log2(math.e) / vocabulary.temperature
 
 
-def rows_of(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> RowStatistics:
-    """[T] each of the whole vocabulary: one launch, or statistics, all-gather and combine over several ranks."""
-    if vocabulary.ranks > 1:
-        return combine(vocabulary.gather(statistics(logits, targets, mask, vocabulary)), targets, mask, vocabulary)
-    return RowStatistics(*statistics(logits, targets, mask, vocabulary, whole=True).unbind())
+Where = tuple[Tensor, Tensor]  # targets [T] and mask [T] of rows, contiguous
 
 
-def statistics(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary, *, whole: bool = False) -> Tensor:
+def statistics(logits: Tensor, where: Where, vocabulary: Vocabulary, *, whole: bool = False) -> Tensor:
     """[T, 4] float32 of this rank's columns: m, s, t of `tiles`, and the target's logit, 0 if it is not here.
 
     With `whole`, for one rank, `RowStatistics` [4, T].
@@ -154,7 +150,7 @@ def statistics(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabu
     rows = logits.shape[0]
     results = torch.empty((4, rows) if whole else (rows, 4), dtype=torch.float32, device=logits.device)
     sizes = rows, vocabulary.valid, vocabulary.first, logits.stride(0), log2_scale(vocabulary)
-    statistics_kernel[(rows,)](logits, targets, mask, results, *sizes, **reading(logits, vocabulary), WHOLE=whole)
+    statistics_kernel[(rows,)](logits, *where, results, *sizes, **reading(logits, vocabulary), WHOLE=whole)
     return results
 
 
@@ -163,13 +159,12 @@ def reading(logits: Tensor, vocabulary: Vocabulary) -> dict[str, Any]:
     return READ.options(logits, vocabulary.softcap, shifted=_is_shifted(logits))
 
 
-def combine(shares: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> RowStatistics:
+def combine(shares: Tensor, where: Where, vocabulary: Vocabulary) -> RowStatistics:
     """The ranks' shares [tp, T, 4], in rank order, to log-probabilities and entropy of the whole vocabulary."""
     ranks, rows, _ = shares.shape
     out = torch.empty(4, rows, dtype=torch.float32, device=shares.device)
-    combine_kernel[(triton.cdiv(rows, COMBINE_ROWS),)](
-        shares, targets, mask, out, ranks, rows, vocabulary.size, log2_scale(vocabulary), BLOCK=COMBINE_ROWS, **FUSED
-    )
+    sizes, grid = (ranks, rows, vocabulary.size, log2_scale(vocabulary)), (triton.cdiv(rows, COMBINE_ROWS),)
+    combine_kernel[grid](shares, *where, out, *sizes, BLOCK=COMBINE_ROWS, **FUSED)
     return RowStatistics(*out.unbind())
 
 
@@ -184,28 +179,16 @@ class OfRows(NamedTuple):
     grad_loss: Any = None  # [] factor of both; None: 1
     factors: Any = None  # [T, 3] constant, bend and a, instead of all but the peaks
 
-
-def write_gradient(
-    logits: Tensor,
-    gradient: Tensor,
-    where: tuple[Tensor, Tensor],
-    rows: RowStatistics,
-    slopes: tuple[Tensor, Tensor | None],
-    vocabulary: Vocabulary,
-) -> None:
-    """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits.
-
-    `where`: targets and mask; `slopes`: [T] each, by log-probability and by entropy; None: no loss reads the entropy.
-    """
-    by_outputs = (None if slope is None else slope.contiguous() for slope in slopes)
-    of_rows = OfRows(rows.peaks, rows.totals, rows.entropy, *by_outputs)
-    launch_gradient(logits, gradient, where, of_rows, vocabulary)
+    @classmethod
+    def of(cls, rows: RowStatistics, slopes: Slopes) -> "OfRows":
+        """From a loss's derivatives by log-probability and entropy [T], None: the loss does not read it."""
+        by_logprob, by_entropy = (None if slope is None else slope.contiguous() for slope in slopes)
+        by_logprob = torch.zeros_like(rows.logprobs) if by_logprob is None else by_logprob
+        return cls(rows.peaks, rows.totals, rows.entropy, by_logprob, by_entropy)
 
 
-def launch_gradient(
-    logits: Tensor, gradient: Tensor, where: tuple[Tensor, Tensor], of_rows: OfRows, vocabulary: Vocabulary
-) -> None:
-    """Launches `gradient_kernel`; `where`: targets and mask."""
+def write_gradient(logits: Tensor, gradient: Tensor, where: Where, of_rows: OfRows, vocabulary: Vocabulary) -> None:
+    """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits."""
     shifted = _is_shifted(logits, gradient)
     rows, columns = logits.shape
     blocks = WRITE.blocks(logits, columns + (words_of(logits) - 1 if shifted else 0))  # words before a row, at most
@@ -417,16 +400,9 @@ def _load_tiles(sources, at, here):
 
 
 @triton.jit
-def _write_zeros(g_row, column, inside, columns, UNROLL: tl.constexpr):
-    """Writes the gradient of a block of a row that is not read."""
-    TILE: tl.constexpr = column.shape[0] * column.shape[1]
-    zeros = tl.zeros(column.shape, g_row.dtype.element_ty)
-    for k in tl.static_range(UNROLL):
-        at = column + k * TILE
-        if inside:
-            tl.store(g_row + k * TILE, zeros)
-        else:
-            tl.store(g_row + k * TILE, zeros, mask=(at >= 0) & (at < columns))
+def _no_gradient(tiles, column, of_row, CAP: tl.constexpr, OPTION: tl.constexpr):
+    """Of a row that is not read."""
+    return tl.zeros(column.shape, tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -475,6 +451,7 @@ def gradient_kernel(
     g_row = gradients + g_start + start + offsets
     column = offsets + (start - lead)  # of the first tile
     inside = (start >= lead) & (start + BLOCK <= lead + valid)  # then no mask, which no vector may share
+    place = (column, inside, valid, columns)
     if is_read:
         if factors is None:
             constant, bend = row_factors(a, e, tl.load(entropies + row), total)
@@ -482,6 +459,6 @@ def gradient_kernel(
             constant, bend = tl.load(factors + row * 3), tl.load(factors + row * 3 + 1)
             a = tl.load(factors + row * 3 + 2)
         of_row = (target, c, tl.load(peaks + row), constant, bend, a)
-        write_block((z_row,), g_row, (column, inside, valid, columns), of_row, _tile_gradient, BENDS, WALK)
+        write_block((z_row,), g_row, place, of_row, _tile_gradient, BENDS, WALK)
     else:
-        _write_zeros(g_row, column, inside, columns, WALK.unroll)
+        write_block((), g_row, place, (), _no_gradient, None, WALK)
