@@ -29,7 +29,7 @@ PATTERNS = {  # of machine code
     "tile_stores": r"\bUTMASTG\b",
 }
 CAP = 30.0  # softcap of the builds that have one
-STRIDES = ("stride", "logits_stride", "gradients_stride")
+STRIDES = ("stride", "strides", "logits_stride", "gradients_stride")
 TYPES = (  # of arguments by name; any other is a pointer to float32
     dict.fromkeys(("targets", "starts", "counts", "order", "lengths"), "*i64")
     | dict.fromkeys(("heads", "tails", "tail_totals", "teacher_tails", "doubles", "by_heads", "by_tails"), "*fp64")
@@ -50,7 +50,7 @@ class Build:
     kernel: Any
     launched: dict[str, Any]  # constants and options
     types: dict[str, Any] = field(default_factory=dict)  # in addition to `TYPES`
-    even: tuple[str, ...] = ("valid", "columns", "strides", *STRIDES)  # numbers that are multiples of 16
+    even: tuple[str, ...] = ("valid", "columns", "count", *STRIDES)  # numbers that are multiples of 16
     threads: int = 0  # that must fit on a multiprocessor with their registers; 0: any
     programs: int = 0  # that must fit with their shared memory; 0: any
     least: dict[str, int] = field(default_factory=dict)  # of `PATTERNS`
@@ -72,7 +72,7 @@ class Build:
 
         names, types = self.kernel.arg_names, TYPES | self.types
         signature = {name: "constexpr" if name in self.constants else types.get(name, "*fp32") for name in names}
-        aligned = [place for place, kind in self._leaves(signature) if kind[0] == "*" or names[place[0]] in self.even]
+        aligned = [place for place, kind in self._leaves(signature) if kind[0] == "*" or self._is_even(place)]
         absent = {place: None for place, kind in self._leaves(signature) if kind == "constexpr" and len(place) > 1}
         return (GluonASTSource if self.is_gluon else ASTSource)(
             fn=self.kernel,
@@ -80,6 +80,11 @@ class Build:
             constexprs=absent | {(names.index(name),): value for name, value in self.constants.items()},
             attrs={place: [["tt.divisibility", 16]] for place in aligned},
         )
+
+    def _is_even(self, place: tuple[int, ...]) -> bool:
+        name = self.kernel.arg_names[place[0]]
+        fields = getattr(self.types.get(name), "_fields", ())
+        return name in self.even or (len(place) > 1 and fields != () and fields[place[1]] in self.even)
 
     @staticmethod
     def _leaves(signature: dict[str, Any]) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -175,7 +180,9 @@ def surrogate() -> Iterator[Build]:
     for name, reads_sequences in (("dppo_kl", False), ("vespo", True)):
         estimator = token_kernels.k3_weighted if reads_sequences else None
         constants = {"TOKEN_KERNEL": getattr(token_kernels, name), "KL": estimator, "BONUS": reads_sequences}
-        constants |= {"BLOCK": by.BLOCK} | ({} if reads_sequences else {"sequences": None})
+        constants |= {"SEQUENCES": reads_sequences, "BLOCK": by.BLOCK} | (
+            {} if reads_sequences else {"sequences": None}
+        )
         kinds = {"sequences": segments.SequencePointers("*i64", *["*fp64"] * 6), "fields": _fields(reads_sequences)}
         yield Build(f"surrogate {name}", by.surrogate_kernel, constants, types=kinds, is_default=True)
     launched = {"AVERAGED": token_kernels.gmpo_averaged, "BLOCK": segments.BLOCK, "num_warps": 8}
@@ -188,7 +195,7 @@ def rows() -> Iterator[Build]:
     from megatron_pg.kernels.triton import vocab_parallel as by
     from megatron_pg.kernels.triton.surrogate import token_loss_kernel
 
-    given = by.OfRows(*["*fp32"] * 6)
+    given, columns = by.OfRows(*["*fp32"] * 6), by.Columns(*["i32"] * 4)
     in_one = given._replace(**dict.fromkeys(("totals", "entropies", "by_logprobs")))  # with the peaks
     upstream = [given, *(given._replace(**{name: None}) for name in ("by_entropies", "grad_loss"))]
     upstream += [by.OfRows(*["*fp32"] * 4), by.OfRows("*fp32", factors="*fp32")]
@@ -202,14 +209,14 @@ def rows() -> Iterator[Build]:
         variants += [(by.gradient_kernel, write | {"of_rows": known}) for known in upstream]
         variants += [(token_loss_kernel, read | loss) for loss in losses]
         for number, (kernel, launched) in enumerate(variants):
-            of_rows = {"of_rows": launched.pop("of_rows", None)}
+            types = {"of_rows": launched.pop("of_rows", None), "strides": ("i32",) * 2, "columns": columns}
             yield Build(
                 f"rows {kernel.__name__} {number} {dtype} {'shifted' if shifted else 'even'}{capped(cap)}",
                 kernel,
                 launched,
                 {"logits": f"*{dtype}", "gradients": f"*{dtype}", "fields": _fields(launched.get("BONUS", False))}
-                | of_rows,
-                even=() if shifted else ("valid", "columns", *STRIDES),
+                | types,
+                even=() if shifted else ("valid", "count", *STRIDES),
                 threads=1024 if cap is None else 640,  # what keeps enough loads in flight
                 least={"wide_loads": launched["WALK"].unroll * (1 if shifted else 2)},
                 is_default=dtype == "bf16" and not shifted and cap is None and number in (1, 2, 9),
@@ -220,6 +227,7 @@ def teacher() -> Iterator[Build]:
     """What reads the rows of student and teacher."""
     from megatron_pg.kernels.teacher import Form, TeacherRowStatistics
     from megatron_pg.kernels.triton import teacher as by
+    from megatron_pg.kernels.triton.vocab_parallel import Columns
 
     forms, blocks = (Form("forward_kl"), Form("reverse_kl"), Form("jsd", 0.3)), {"BLOCK": by.COMBINE_ROWS}
     variants = [(form, by.combine_kernel, blocks, "fp32", 1024, None) for form in forms]
@@ -230,13 +238,15 @@ def teacher() -> Iterator[Build]:
         for form, dtype in itertools.product(forms, ("bf16", "fp32")):
             variants.append((form, by.gradient_kernel, write, dtype, 640, cap))
     of_rows = TeacherRowStatistics(*["*fp32"] * len(TeacherRowStatistics._fields))
+    columns = Columns(*["i32"] * 4)
     for form, kernel, launched, dtype, threads, cap in variants:
         is_mixture, strides = kernel is by.mixture_kernel, ("i64",) * (3 if kernel is by.gradient_kernel else 2)
         yield Build(
             f"teacher {kernel.__name__} {'' if is_mixture else form.name} {dtype}{capped(cap)}",
             kernel,
             launched | {"FORM": form},
-            {"gradients": f"*{dtype}", "of_rows": of_rows, "slopes": ("*fp32",) * 3, "strides": strides},
+            {"gradients": f"*{dtype}", "of_rows": of_rows, "slopes": ("*fp32",) * 3, "strides": strides}
+            | {"columns": columns},
             threads=threads if cap is None else 512,
             least={"wide_loads": int(kernel is not by.combine_kernel)},
             is_default=form.name == "jsd" and dtype == "fp32" and cap is None,
@@ -282,6 +292,7 @@ def sampling_masks() -> Iterator[Build]:
     from megatron_pg.kernels.triton import sampling_masks as by
     from megatron_pg.kernels.triton.tiles import Kind
     from megatron_pg.kernels.triton.topk import put_kernel
+    from megatron_pg.kernels.triton.vocab_parallel import Columns
 
     of_rows = SamplingMaskRowStatistics(*["*fp32"] * len(SamplingMaskRowStatistics._fields))
     variants = [(by.sampling_mask_statistics_kernel, {}), (put_kernel, {"K": 0, "row_stride": 0, "id_stride": 1})]
@@ -296,7 +307,8 @@ def sampling_masks() -> Iterator[Build]:
             | {"BLOCK": by.BLOCK, "num_warps": by.WARPS}
             | ({} if kernel is put_kernel else {"KIND": Kind(cap=cap)}),
             {"logits": f"*{dtype}", "table": f"*{dtype}", "stride": "i64"}
-            | {"sets": ("*i64", "*i64", "*i32"), "of_rows": of_rows, "slopes": ("*fp32", "*fp32")},
+            | {"sets": ("*i64", "*i64", "*i32"), "of_rows": of_rows, "slopes": ("*fp32", "*fp32")}
+            | {"columns": Columns(*["i32"] * 4)},
             even=(),
             is_default=dtype == "fp32" and flags.get("WHOLE_ENTROPY", True) and cap is None,
         )

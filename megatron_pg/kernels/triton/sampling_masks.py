@@ -23,7 +23,14 @@ from megatron_pg.kernels.triton.tiles import (
     through_cap,
 )
 from megatron_pg.kernels.triton.topk import put_kernel
-from megatron_pg.kernels.triton.vocab_parallel import TritonReader, log2_scale, row_factors, row_slopes, slope_of
+from megatron_pg.kernels.triton.vocab_parallel import (
+    Columns,
+    TritonReader,
+    log2_scale,
+    row_factors,
+    row_slopes,
+    slope_of,
+)
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 BLOCK = 256  # ids at a time
@@ -62,22 +69,23 @@ class TritonSamplingMaskReader(TritonReader[SamplingMaskRowStatistics]):
         self, z: Tensor, out: Tensor, chunk: slice, rows: SamplingMaskRowStatistics, slopes: Slopes
     ) -> None:
         (targets, mask), restriction, vocabulary = self._where(chunk), self._restriction.at(chunk), self._vocabulary
-        by_logprob, by_entropy = slopes = tuple(slope.contiguous() for slope in filled(slopes, rows))
+        by_outputs = tuple(slope.contiguous() for slope in filled(slopes, rows))
+        by_logprob, by_entropy = by_outputs
         is_whole, ids = restriction.sampling_mask.counts == 0, restriction.sampling_mask.ids
         values = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
-        columns, options = (vocabulary.valid, vocabulary.first), {"BLOCK": BLOCK, "num_warps": WARPS} | FUSED
-        sizes = *columns, vocabulary.size, z.stride(0), log2_scale(vocabulary)
-        read = z, targets, mask, _sets(restriction), values, rows, slopes
+        options = {"BLOCK": BLOCK, "num_warps": WARPS} | FUSED
+        sizes = Columns.of(vocabulary, z), z.stride(0), log2_scale(vocabulary)
+        read = z, targets, mask, _sets(restriction), values, rows, by_outputs
         constants = {"KIND": Kind(cap=vocabulary.softcap), "WHOLE_ENTROPY": restriction.whole_entropy}
         # before the logits are overwritten
         sampling_mask_gradient_kernel[(len(z),)](*read, *sizes, **constants, **options)
         if restriction.whole_entropy:
-            is_read, of_rows, by_logprob = mask, rows.of_all, torch.where(is_whole, by_logprob, 0)
+            is_read, statistics, by_logprob = mask, rows.of_all, torch.where(is_whole, by_logprob, 0)
         else:
-            is_read, of_rows = mask & is_whole, rows.of_sampling_mask
-        of_rows = vocab_parallel.OfRows.of(of_rows, (by_logprob, by_entropy))
+            is_read, statistics = mask & is_whole, rows.of_sampling_mask
+        of_rows = vocab_parallel.OfRows.of(statistics, (by_logprob, by_entropy))
         vocab_parallel.write_gradient(z, out, (targets, is_read), of_rows, vocabulary)
-        where = *columns, out.stride(0), 0, 1
+        where = vocabulary.valid, vocabulary.first, out.stride(0), 0, 1
         put_kernel[(len(z),)](out, mask, *_sets(restriction), values, 0, *where, **options)
 
 
@@ -137,9 +145,7 @@ def sampling_mask_gradient_kernel(
     values,
     of_rows,
     slopes,
-    valid,
-    first,
-    vocab_size,
+    columns,
     stride,
     c,
     KIND: tl.constexpr,
@@ -153,7 +159,7 @@ def sampling_mask_gradient_kernel(
     if (tl.load(mask + row) != 0) & (count > 0):
         start = tl.load(starts + row)
         target = tl.load(targets + row)
-        a, e, total = row_slopes(row, target, c, of_rows.totals, vocab_size, slopes[0], slopes[1], None)
+        a, e, total = row_slopes(row, target, c, of_rows.totals, columns.size, slopes[0], slopes[1], None)
         peak = tl.load(of_rows.peaks + row)
         sampling_mask_entropy = tl.load(of_rows.sampling_mask_entropy + row)
         whole_peak = tl.load(of_rows.whole_peaks + row)
@@ -164,8 +170,8 @@ def sampling_mask_gradient_kernel(
         for k in range(0, count, BLOCK):
             here = lanes < count - k
             token = tl.load(ids + start + k + lanes, here, -1)
-            column = token - first
-            owned = (column >= 0) & (column < valid)
+            column = token - columns.first
+            owned = (column >= 0) & (column < columns.valid)
             z = softcapped(tl.load(logits + row * stride + column, owned, 0.0).to(tl.float32), KIND.cap)
             if WHOLE_ENTROPY:
                 slope = _slope(z, c, peak, total, sampling_mask_entropy, a, zero)

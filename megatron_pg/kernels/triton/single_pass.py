@@ -131,7 +131,7 @@ def loss_and_gradient(
         policy_loss: with its [T] fields, any float; masked rows are not read.
         vocabulary: not sharded; padding has no probability and the gradient 0.
         grad_scale: factor of the gradient.
-        entropy: False leaves the entropies 0, unless they are in the loss.
+        entropy: False leaves the entropies out, unless they are in the loss.
         most_programs: None: all that fit on the GPU.
     """
     terms, rows = KernelTerms.of(policy_loss.terms), logits.shape[0]
@@ -156,5 +156,6 @@ def loss_and_gradient(
         gradient[:, valid:] = 0
     token_losses, weighted, logprobs, log_ratios, entropies, *kl = out.unbind()
     losses = term_losses(policy_loss, kl[0] if kl else None, entropies)
-    found = PolicyGradientLoss(weighted.sum(), token_losses, logprobs, log_ratios, entropies, losses)
+    known_entropies = entropies if options["ROW"].entropy else None
+    found = PolicyGradientLoss(weighted.sum(), token_losses, logprobs, log_ratios, known_entropies, losses)
     return found, compiled.n_spills

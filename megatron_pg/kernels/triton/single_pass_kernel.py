@@ -520,11 +520,11 @@ def single_pass_kernel(
     """
     PAIR: gl.constexpr = 2 if ROW.kind.is_pair else 1  # columns of a word
     word: gl.constexpr = gl.int32 if ROW.kind.is_pair else logits.dtype.element_ty
-    memory = _memory(word, ROW)
+    groups, slots, words, group_words = _memory(word, ROW)
     z_words = logits.to(gl.pointer_type(word))
     z_stride = logits_stride // PAIR
     width = columns // PAIR
-    places = Places(*memory, width, c)
+    places = Places(groups, slots, words, group_words, width, c)
     of_token = (logits, fields, columns, logits_stride)
     of_loss = (c, numbers, coefficients, grad_scale, zero)
 

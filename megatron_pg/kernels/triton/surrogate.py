@@ -74,38 +74,42 @@ def surrogate_and_slopes(
     if rows:
         read = logprobs, entropy, field_pointers(policy_loss), sequences
         numbers = known.numbers, known.coefficients, known.slope_scale, terms.opsm_threshold or 0.0
-        options = known.constants | {"BLOCK": BLOCK} | FUSED
+        options = known.constants | {"SEQUENCES": terms.reads_sequences, "BLOCK": BLOCK} | FUSED
         surrogate_kernel[(-(-rows // BLOCK),)](*read, out, rows, count, *numbers, **options)
     return _found(policy_loss, known, logprobs, entropy, out.unbind())
 
 
 def loss_of_rows(
-    logits: Tensor, targets: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary
+    logits: Tensor, targets: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, entropy: bool
 ) -> tuple[PolicyGradientLoss, OfRows]:
-    """A loss by token over the vocabulary of one rank, in one launch, and what `launch_gradient` needs of its rows."""
+    """A loss by token over the vocabulary of one rank, in one launch, and what `write_gradient` needs of its rows."""
     known, rows = KernelTerms.of(policy_loss.terms), logits.shape[0]
     out = torch.empty(4 + len(known.results), rows, dtype=torch.float32, device=logits.device)
     sizes = rows, vocabulary.valid, logits.stride(0), log2_scale(vocabulary)
     numbers = known.numbers, known.coefficients, known.slope_scale
     options = reading(logits, vocabulary) | known.constants
     token_loss_kernel[(rows,)](logits, targets, field_pointers(policy_loss), out, *sizes, *numbers, **options)
-    logprobs, entropy, _, _, *values = out.unbind()
-    found, (_, bend) = _found(policy_loss, known, logprobs, entropy, values)
+    logprobs, entropies, _, _, *values = out.unbind()
+    found, (_, bend) = _found(policy_loss, known, logprobs, entropies, values, has_entropy=entropy)
     return found, OfRows(out, by_entropies=bend)
 
 
 def _found(
-    policy_loss: PolicyLoss, known: KernelTerms, logprobs: Tensor, entropy: Tensor, values: Sequence[Tensor]
+    policy_loss: PolicyLoss,
+    known: KernelTerms,
+    logprobs: Tensor,
+    entropy: Tensor,
+    values: Sequence[Tensor],
+    *,
+    has_entropy: bool = True,
 ) -> tuple[PolicyGradientLoss, tuple[Tensor, Tensor | None]]:
     """The results of a kernel by their names, and the derivatives."""
     named: list[Any] = [each if there else None for each, there in zip(values, known.results, strict=True)]
     found = _PerToken(*named)
     terms = term_losses(policy_loss, found.kl, entropy)
     kept = None if found.kept is None else found.kept != 0
-    of_sequences = found.sequence_log_ratios, found.sequence_advantages
-    loss = PolicyGradientLoss(
-        found.losses.sum(), found.policy, logprobs, found.log_ratios, entropy, terms, kept, *of_sequences
-    )
+    of_tokens = found.policy, logprobs, found.log_ratios, entropy if has_entropy else None, terms, kept
+    loss = PolicyGradientLoss(found.losses.sum(), *of_tokens, found.sequence_log_ratios, found.sequence_advantages)
     return loss, (found.slope, found.bend)
 
 
@@ -165,6 +169,7 @@ def surrogate_kernel(
     TOKEN_KERNEL: tl.constexpr,
     KL: tl.constexpr,
     BONUS: tl.constexpr,
+    SEQUENCES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Results [9, rows] in the order of `_PerToken`, with slope_scale times the derivatives.
@@ -177,11 +182,13 @@ def surrogate_kernel(
     values = load_values(fields, row, live, KL, BONUS)
     logprob = tl.load(logprobs + row, live, 0.0)
     entropy = tl.load(entropies + row, live, 0.0) if BONUS else 0.0
-    if sequences is None:
-        policy, slope = TOKEN_KERNEL(logprob, values.old_logprob, values.advantage, numbers)
+    if SEQUENCES:
+        place = (results, rows, row, here, live)
+        policy, slope, values = _of_sequences(
+            logprob, values, sequences, num_sequences, place, numbers, opsm_threshold, TOKEN_KERNEL
+        )
     else:
-        of_sequences = (sequences, num_sequences, (results, rows, row, here, live))
-        policy, slope, values = _of_sequences(logprob, values, *of_sequences, numbers, opsm_threshold, TOKEN_KERNEL)
+        policy, slope = TOKEN_KERNEL(logprob, values.old_logprob, values.advantage, numbers)
     of_token = (logprob, entropy, values, policy, slope)
     _store_loss(results + row, rows, here, of_token, coefficients, slope_scale, KL, BONUS)
 

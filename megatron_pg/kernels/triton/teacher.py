@@ -31,6 +31,7 @@ from megatron_pg.kernels.triton.tiles import (
 from megatron_pg.kernels.triton.vocab_parallel import (
     COMBINE_ROWS,
     READ,
+    Columns,
     Walk,
     in_tile,
     log2_scale,
@@ -86,8 +87,8 @@ class TritonTeacherReader(TeacherReader):
         blocks = WRITE.blocks(student, student.shape[1])
         tensors = student, teacher, out, self._targets[chunk], rows
         slopes = tuple(slope.contiguous() for slope in filled(slopes, rows))
-        sizes = student.shape[1], vocabulary.valid, vocabulary.first, vocabulary.size, blocks
-        scalars = *sizes, (student.stride(0), teacher.stride(0), out.stride(0)), log2_scale(vocabulary)
+        strides = student.stride(0), teacher.stride(0), out.stride(0)
+        scalars = Columns.of(vocabulary, student), blocks, strides, log2_scale(vocabulary)
         options = WRITE.options(student, vocabulary.softcap) | {"FORM": self._form}
         gradient_kernel[(len(student) * blocks,)](*tensors, slopes, *scalars, **options)
 
@@ -195,16 +196,14 @@ def combine_kernel(shares, targets, results, ranks, rows, vocab_size, c, FORM: t
     target_logit = s
     for rank in range(ranks):
         share = shares + (rank * rows + row) * 7
-        statistics = ()
-        for k in tl.static_range(7):
-            statistics = statistics + (tl.load(share + k, here, 1.0),)
-        m2, s2, t2, logit, n2, w2, x2 = statistics
-        s2, t2, w2, x2 = rescale((m2, s2, t2, n2, w2, x2), m, n, FORM)
+        own = (tl.load(share, here, 0.0), tl.load(share + 1, here, 1.0), tl.load(share + 2, here, 0.0))
+        others = (tl.load(share + 4, here, 0.0), tl.load(share + 5, here, 1.0), tl.load(share + 6, here, 0.0))
+        s2, t2, w2, x2 = rescale(own + others, m, n, FORM)
         s += s2
         t += t2
         w += w2
         x += x2
-        target_logit += logit  # a sum: a maximum would drop NaN
+        target_logit += tl.load(share + 3, here, 0.0)  # a sum: a maximum would drop NaN
     target = tl.load(targets + row, here, 0)
     logprob, entropy = logprob_and_entropy(m, s, t, target_logit, c)
     logprob = tl.where((target >= 0) & (target < vocab_size), logprob, float("nan"))
@@ -294,9 +293,6 @@ def gradient_kernel(
     of_rows,
     slopes,
     columns,
-    valid,
-    first,
-    vocab_size,
     blocks,
     strides,
     c,
@@ -312,7 +308,7 @@ def gradient_kernel(
     start = (tl.program_id(0) % blocks) * BLOCK
     column = in_tile(WALK) + start
     target = tl.load(targets + row)
-    a, e, total = row_slopes(row, target, c, of_rows.totals, vocab_size, slopes[0], slopes[1], None)
+    a, e, total = row_slopes(row, target, c, of_rows.totals, columns.size, slopes[0], slopes[1], None)
     g = tl.load(slopes[2] + row) * (c * LN2)
     ends = _ends(of_rows, row)
     _, _, log_s, log_w = ends
@@ -324,8 +320,9 @@ def gradient_kernel(
         constant -= pull * (log_s - log_w)
     else:
         pull = g * LN2 * (1.0 - FORM.share) / total
-    of_row = (target - first, c, ends, (constant, -e * LN2 / total, a, pull))
+    of_row = (target - columns.first, c, ends, (constant, -e * LN2 / total, a, pull))
     z_row = students + row * strides[0] + column
     y_row = teachers + row * strides[1] + column
-    place = (column, start + BLOCK <= valid, valid, columns)  # inside a row there is no mask, which no vector may share
+    inside = start + BLOCK <= columns.valid  # then no mask, which no vector may share
+    place = (column, inside, columns.valid, columns.count)
     write_block((z_row, y_row), gradients + row * strides[2] + column, place, of_row, _pair_gradient, FORM, WALK)

@@ -139,6 +139,20 @@ def log2_scale(vocabulary: Vocabulary) -> float:
     return math.log2(math.e) / vocabulary.temperature
 
 
+class Columns(NamedTuple):
+    """The columns of a matrix, for kernels."""
+
+    count: int  # of a row, with padding
+    valid: int  # that are not padding
+    first: int  # global id of the first one
+    size: int  # valid ones of all ranks
+
+    @classmethod
+    def of(cls, vocabulary: Vocabulary, matrix: Tensor) -> "Columns":
+        """Those of the logits on this rank."""
+        return cls(matrix.shape[1], vocabulary.valid, vocabulary.first, vocabulary.size)
+
+
 Where = tuple[Tensor, Tensor]  # targets [T] and mask [T] of rows, contiguous
 
 
@@ -190,12 +204,11 @@ class OfRows(NamedTuple):
 def write_gradient(logits: Tensor, gradient: Tensor, where: Where, of_rows: OfRows, vocabulary: Vocabulary) -> None:
     """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits."""
     shifted = _is_shifted(logits, gradient)
-    rows, columns = logits.shape
-    blocks = WRITE.blocks(logits, columns + (words_of(logits) - 1 if shifted else 0))  # words before a row, at most
-    sizes = rows, columns, vocabulary.valid, vocabulary.first, vocabulary.size, blocks
-    scalars = *sizes, logits.stride(0), gradient.stride(0), log2_scale(vocabulary)
+    rows, columns = logits.shape[0], Columns.of(vocabulary, logits)
+    blocks = WRITE.blocks(logits, columns.count + (words_of(logits) - 1 if shifted else 0))  # words before a row, most
+    sizes = rows, columns, blocks, (logits.stride(0), gradient.stride(0)), log2_scale(vocabulary)
     options = WRITE.options(logits, vocabulary.softcap, shifted=shifted)
-    gradient_kernel[(rows * blocks,)](logits, gradient, *where, of_rows, *scalars, **options)
+    gradient_kernel[(rows * blocks,)](logits, gradient, *where, of_rows, *sizes, **options)
 
 
 @triton.jit
@@ -406,23 +419,7 @@ def _no_gradient(tiles, column, of_row, CAP: tl.constexpr, OPTION: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def gradient_kernel(
-    logits,
-    gradients,
-    targets,
-    mask,
-    of_rows,
-    rows,
-    columns,
-    valid,
-    first,
-    vocab_size,
-    blocks,
-    logits_stride,
-    gradients_stride,
-    c,
-    WALK: tl.constexpr,
-):
+def gradient_kernel(logits, gradients, targets, mask, of_rows, rows, columns, blocks, strides, c, WALK: tl.constexpr):
     """One block of one row: 2^x (constant + bend x) with x = z c - peak, and a more at the target; z are capped.
 
     Without factors in `of_rows`, constant, bend and a are those of `row_slopes` and `row_factors`.
@@ -442,16 +439,16 @@ def gradient_kernel(
         by_logprobs = peaks + SLOPE * rows
         peaks += PEAK * rows
     if factors is None:
-        a, e, total = row_slopes(row, target, c, totals, vocab_size, by_logprobs, by_entropies, grad_loss)
+        a, e, total = row_slopes(row, target, c, totals, columns.size, by_logprobs, by_entropies, grad_loss)
         is_read = is_read & ((a != 0) | (e != 0))
-    target -= first
-    z_start, lead = _row_start(row, logits_stride, WALK)
-    g_start, _ = _row_start(row, gradients_stride, WALK)
+    target -= columns.first
+    z_start, lead = _row_start(row, strides[0], WALK)
+    g_start, _ = _row_start(row, strides[1], WALK)
     z_row = logits + z_start + start + offsets
     g_row = gradients + g_start + start + offsets
     column = offsets + (start - lead)  # of the first tile
-    inside = (start >= lead) & (start + BLOCK <= lead + valid)  # then no mask, which no vector may share
-    place = (column, inside, valid, columns)
+    inside = (start >= lead) & (start + BLOCK <= lead + columns.valid)  # then no mask, which no vector may share
+    place = (column, inside, columns.valid, columns.count)
     if is_read:
         if factors is None:
             constant, bend = row_factors(a, e, tl.load(entropies + row), total)
