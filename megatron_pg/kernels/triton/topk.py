@@ -16,7 +16,7 @@ from megatron_pg.kernels import logprobs
 from megatron_pg.kernels.readers import ALL, Slopes, filled
 from megatron_pg.kernels.topk import TopKReader, TopKRowStatistics
 from megatron_pg.kernels.triton import vocab_parallel
-from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, LOWEST, store_each
+from megatron_pg.kernels.triton.tiles import FUSED, LN2
 from megatron_pg.kernels.triton.vocab_parallel import TritonReader, log2_scale
 from megatron_pg.kernels.vocabulary import Vocabulary
 
@@ -50,12 +50,14 @@ class TritonTopKReader(TritonReader[TopKRowStatistics]):
 
         The ids are left hidden in the logits; `put` brings them back, at once where a softcap's gradient needs them.
         """
-        targets, mask = self._where(chunk)
-        shares = take_and_hide(z, targets, mask, self._ids[chunk], self._vocabulary)
-        shares[:, :3] = vocab_parallel.statistics(z, (targets, mask), self._vocabulary)[:, :3]
-        if self._vocabulary.softcap is not None:
-            put(z, self._ids[chunk], mask, shares[:, 4:], self._vocabulary)
-            shares[:, 3:] = self._vocabulary.capped(shares[:, 3:])
+        where, ids, vocabulary = self._where(chunk), self._ids[chunk], self._vocabulary
+        shares = torch.empty(len(ids), 4 + ids.shape[1], dtype=torch.float32, device=z.device)
+        sizes = ids.shape[1], vocabulary.valid, vocabulary.first, z.stride(0)
+        take_and_hide_kernel[(len(ids),)](z, *where, ids, shares, *sizes, **block_of(ids), **FUSED)
+        shares[:, :3] = vocab_parallel.statistics(z, where, vocabulary)[:, :3]
+        if vocabulary.softcap is not None:
+            put(z, ids, where[1], shares[:, 4:], vocabulary)
+            shares[:, 3:] = vocabulary.capped(shares[:, 3:])
         return shares
 
     @override
@@ -74,17 +76,6 @@ class TritonTopKReader(TritonReader[TopKRowStatistics]):
         of_rows = vocab_parallel.OfRows(rows.tail_peaks, factors=factors)
         vocab_parallel.write_gradient(z, out, (targets, mask), of_rows, vocabulary)
         put(out, ids, mask, named, vocabulary)
-
-
-def take_and_hide(logits: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """[T, 4 + K] float32: m, s, t of `tiles` of the ids alone, then the logits of target and ids, 0 if not here.
-
-    The logits of the ids become -inf.
-    """
-    taken = torch.empty(len(ids), 4 + ids.shape[1], dtype=torch.float32, device=logits.device)
-    sizes = ids.shape[1], vocabulary.valid, vocabulary.first, logits.stride(0), log2_scale(vocabulary)
-    take_and_hide_kernel[(len(ids),)](logits, targets, mask, ids, taken, *sizes, **block_of(ids), **FUSED)
-    return taken
 
 
 def put(table: Tensor, ids: Tensor, mask: Tensor, values: Tensor, vocabulary: Vocabulary) -> None:
@@ -132,8 +123,8 @@ def coefficients(
 
 
 @triton.jit(do_not_specialize=["K"])
-def take_and_hide_kernel(logits, targets, mask, ids, taken, K, valid, first, stride, c, BLOCK: tl.constexpr):
-    """One row per program: taken [rows, 4 + K] of `take_and_hide`, and -inf at the ids that are here."""
+def take_and_hide_kernel(logits, targets, mask, ids, shares, K, valid, first, stride, BLOCK: tl.constexpr):
+    """One row per program: shares[row, 3:] are the logits of target and ids, 0 if not here; the ids' become -inf."""
     row = tl.program_id(0).to(tl.int64)
     live = tl.load(mask + row) != 0
     k = tl.arange(0, BLOCK)
@@ -145,12 +136,8 @@ def take_and_hide_kernel(logits, targets, mask, ids, taken, K, valid, first, str
     of_target = tl.load(z_row + target, mask=(target >= 0) & (target < valid) & live, other=0.0).to(tl.float32)
     tl.debug_barrier()  # the target may be one of the ids
     tl.store(z_row + column, tl.full((BLOCK,), float("-inf"), tl.float32).to(logits.dtype.element_ty), owned)
-    peak = tl.max(tl.where(owned, value, float("-inf")), 0) * c
-    peak = tl.where(peak < FLOOR, FLOOR, peak)
-    shifted = tl.where(owned, tl.fma(value, c, -peak), LOWEST)
-    power = tl.exp2(shifted)
-    share = taken + row * (K + 4)
-    store_each(share, 1, (peak, tl.sum(power, 0), tl.sum(power * tl.maximum(shifted, LOWEST), 0), of_target), True)
+    share = shares + row * (K + 4)
+    tl.store(share + 3, of_target)
     tl.store(share + 4 + k, value, k < K)
 
 
