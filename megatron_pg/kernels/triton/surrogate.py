@@ -6,7 +6,7 @@ launch that reads the logits.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -28,20 +28,6 @@ from megatron_pg.kernels.triton.vocab_parallel import OfRows, log2_scale, readin
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 BLOCK = 256
-
-
-class _PerToken(NamedTuple):
-    """[T] float32 each; None where there is no such term."""
-
-    losses: Tensor  # weighted, of all terms
-    policy: Tensor
-    log_ratios: Tensor
-    slope: Tensor  # derivatives by log π
-    bend: Tensor | None = None  # and by H
-    kl: Tensor | None = None
-    sequence_log_ratios: Tensor | None = None
-    sequence_advantages: Tensor | None = None
-    kept: Tensor | None = None
 
 
 def surrogate_loss(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> PolicyGradientLoss:
@@ -104,13 +90,20 @@ def _found(
     has_entropy: bool = True,
 ) -> tuple[PolicyGradientLoss, tuple[Tensor, Tensor | None]]:
     """The results of a kernel by their names, and the derivatives."""
-    named: list[Any] = [each if there else None for each, there in zip(values, known.results, strict=True)]
-    found = _PerToken(*named)
-    terms = term_losses(policy_loss, found.kl, entropy)
-    kept = None if found.kept is None else found.kept != 0
-    of_tokens = found.policy, logprobs, found.log_ratios, entropy if has_entropy else None, terms, kept
-    loss = PolicyGradientLoss(found.losses.sum(), *of_tokens, found.sequence_log_ratios, found.sequence_advantages)
-    return loss, (found.slope, found.bend)
+    found: dict[Any, Any] = dict(zip(known.results, values, strict=True))
+    kept = found.get("kept")
+    loss = PolicyGradientLoss(
+        found["loss"].sum(),
+        found["policy"],
+        logprobs,
+        found["log_ratio"],
+        entropy if has_entropy else None,
+        term_losses(policy_loss, found.get("kl"), entropy),
+        None if kept is None else kept != 0,
+        found.get("sequence_log_ratio"),
+        found.get("sequence_advantage"),
+    )
+    return loss, (found["slope"], found.get("bend"))
 
 
 @triton.jit
@@ -172,7 +165,7 @@ def surrogate_kernel(
     SEQUENCES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Results [9, rows] in the order of `_PerToken`, with slope_scale times the derivatives.
+    """Results [9, rows] in the order of `RESULTS`, with slope_scale times the derivatives.
 
     `fields` are `FieldPointers`, `sequences` `SequencePointers`, `coefficients` lambda and eta of `terms`.
     """
@@ -195,7 +188,7 @@ def surrogate_kernel(
 
 @triton.jit
 def _store_loss(result, rows, here, of_token, coefficients, slope_scale, KL: tl.constexpr, BONUS: tl.constexpr):
-    """What `_PerToken` has of tokens without a sequence, each `rows` numbers after the previous one."""
+    """`RESULTS` of tokens without a sequence, each `rows` numbers after the previous one."""
     logprob, entropy, values, policy, slope = of_token
     loss, slope, bend, kl = loss_terms(policy, slope, logprob, entropy, values, coefficients, KL, BONUS)
     store_each(result, rows, (loss, policy, logprob - values.old_logprob, slope * slope_scale), here)

@@ -2,26 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_pg.declarations.loss_terms import KINDS, LossTerm
+from megatron_pg.declarations.loss_terms import KINDS
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.triton import divergences
 from megatron_pg.kernels.triton.surrogate import surrogate_loss
 from megatron_pg.kernels.triton.tiles import FUSED
 from megatron_pg.kernels.triton.topk import block_of
 from megatron_pg.kernels.vocabulary import Vocabulary
-
-
-def constants_of(term: LossTerm) -> dict[str, Any]:
-    """What a kernel is compiled for."""
-    form = getattr(divergences, KINDS[term.kind].function)
-    return {"FORM": form, "NUMBERS": divergences.numbers_of(term.mixture), "TAIL_FLOOR": term.tail_floor}
 
 
 def topk_loss(
@@ -53,7 +46,9 @@ class _Divergences(torch.autograd.Function):
             read = (tuple(each.contiguous() for each in pair) for pair in pairs)
             written = (weighted[number], values[number], mass[0]), (by_head, by_tail)
             scalars = ids.shape[1], vocabulary.size, term.weight, 1.0 / policy_loss.terms.grad_divisor
-            options = constants_of(term) | {"FIRST": number == 0} | block_of(ids) | FUSED
+            form, numbers = getattr(divergences, KINDS[term.kind].function), divergences.numbers_of(term.mixture)
+            constants = {"FORM": form, "NUMBERS": numbers, "TAIL_FLOOR": term.tail_floor, "FIRST": number == 0}
+            options = constants | block_of(ids) | FUSED
             divergence_kernel[(len(ids),)](ids.contiguous(), *read, *written, *scalars, **options)
         ctx.save_for_backward(by_head, by_tail)
         ctx.set_materialize_grads(False)
