@@ -205,7 +205,8 @@ def write_gradient(logits: Tensor, gradient: Tensor, where: Where, of_rows: OfRo
     """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits."""
     shifted = _is_shifted(logits, gradient)
     rows, columns = logits.shape[0], Columns.of(vocabulary, logits)
-    blocks = WRITE.blocks(logits, columns.count + (words_of(logits) - 1 if shifted else 0))  # words before a row, most
+    ahead = words_of(logits) - 1 if shifted else 0  # words before a row, at most
+    blocks = WRITE.blocks(logits, columns.count + ahead)
     sizes = rows, columns, blocks, (logits.stride(0), gradient.stride(0)), log2_scale(vocabulary)
     options = WRITE.options(logits, vocabulary.softcap, shifted=shifted)
     gradient_kernel[(rows * blocks,)](logits, gradient, *where, of_rows, *sizes, **options)
