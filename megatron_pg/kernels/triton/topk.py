@@ -55,7 +55,7 @@ class TritonTopKReader(TritonReader[TopKRowStatistics]):
         sizes = ids.shape[1], vocabulary.valid, vocabulary.first, z.stride(0)
         take_and_hide_kernel[(len(ids),)](z, *where, ids, shares, *sizes, **block_of(ids), **FUSED)
         shares[:, :3] = vocab_parallel.statistics(z, where, vocabulary)[:, :3]
-        if vocabulary.softcap is not None:
+        if self._vocabulary.softcap is not None:
             put(z, ids, where[1], shares[:, 4:], vocabulary)
             shares[:, 3:] = vocabulary.capped(shares[:, 3:])
         return shares
