@@ -26,7 +26,7 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     if len(pieces(right.shape[1], left)) == 1:
         product_into(left, right, out)
         return out
-    size = max(LOGITS_BYTES // (right.shape[1] * out.itemsize) // ROWS, 1) * ROWS
+    size = chunk_rows(right.t(), 4)  # little memory, in addition to the result
     buffer = aligned(left, min(size, len(left)), right.shape[1], dtype)
     for part in slices(len(left), size):
         rows = buffer[: part.stop - part.start]
