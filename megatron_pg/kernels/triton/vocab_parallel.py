@@ -376,7 +376,8 @@ def write_block(sources, g_row, place, of_row, GRADIENT: tl.constexpr, OPTION: t
     `place`: columns of the first tile, whether the block is inside the row, its valid columns, and all of them.
     """
     UNROLL: tl.constexpr = WALK.unroll
-    TOGETHER: tl.constexpr = 1 if WALK.shifted else UNROLL  # where loads are scalar, more would take the registers
+    # more would take the registers, of which scalar loads and two sources need more
+    TOGETHER: tl.constexpr = 1 if WALK.shifted or len(sources) > 1 else UNROLL
     TILE: tl.constexpr = WALK.threads * WALK.words
     CAP: tl.constexpr = WALK.kind.cap
     dtype: tl.constexpr = g_row.dtype.element_ty
