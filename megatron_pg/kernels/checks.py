@@ -11,6 +11,8 @@ from megatron_pg.declarations.loss_terms import KINDS, LossTerm
 from megatron_pg.kernels.policy_loss import LossTerms, PolicyLoss
 from megatron_pg.kernels.vocabulary import Vocabulary
 
+_TABLES = "teacher_topk.ids", "teacher_topk.logprobs"  # [T, K]
+
 
 def check_impl(impl: str) -> None:
     """Raise ValueError for an unknown `impl`."""
@@ -34,8 +36,7 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
         known |= {f"{payload}.{name}": getattr(rows, name) for name in rows.per_row}
     size, device = (fields.targets.numel(),), values.device
     for name, found in known.items():
-        is_table = name in ("teacher_topk.ids", "teacher_topk.logprobs") and found.dim() == 2
-        if (found.shape[:1] if is_table else found.shape) != size:
+        if found.shape != size and not (name in _TABLES and found.dim() == 2 and found.shape[:1] == size):
             raise ValueError(
                 f"{name} has shape {tuple(found.shape)} for {tuple(fields.targets.shape)} targets. Give one value per "
                 "token."

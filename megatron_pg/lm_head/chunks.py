@@ -11,7 +11,7 @@ from megatron_pg.kernels.losses import reader_of
 from megatron_pg.kernels.readers import Statistics
 from megatron_pg.kernels.sampling_masks import Restriction
 from megatron_pg.lm_head import products
-from megatron_pg.lm_head.inputs import Head, is_tried_gpu
+from megatron_pg.lm_head.inputs import Head, has_aligned_rows, is_tried_gpu
 from megatron_pg.lm_head.products import logits_dtype, product_into
 from megatron_pg.lm_head.teacher import Teacher, TeacherLogits
 
@@ -97,8 +97,7 @@ def supports_tiles(hidden: Tensor, weight: Tensor, head: Head, detail: Detail) -
     """
     if detail is not None or head.impl != "triton" or head.backward == "split":
         return False
-    sizes = *weight.shape, weight.data_ptr() // 2, hidden.data_ptr() // 2
-    if not weight.is_contiguous() or any(size % 8 for size in sizes):
+    if not has_aligned_rows(weight) or len(weight) % 8 or hidden.data_ptr() % 16:
         return False
     if not weight.is_cuda:
         return weight.dtype == torch.float32

@@ -10,6 +10,8 @@ from megatron_pg.declarations.choices import HEAD_BACKWARDS, HEAD_MODES
 from megatron_pg.kernels import PolicyLoss
 from megatron_pg.kernels.checks import check_impl
 
+TILED_ON = (9, 0)  # compute capability that products with an epilogue were tried on
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Head:
@@ -91,7 +93,7 @@ def check_for_scaled_exp(weight: Tensor, policy_loss: PolicyLoss, impl: str, *, 
         return
     if weight.is_cuda:
         check_scaled_exp_kernel(weight.dtype, weight.device)
-    if not weight.is_contiguous() or weight.shape[1] % 8 or weight.data_ptr() % 16:
+    if not has_aligned_rows(weight):
         raise ValueError(
             f"mode='scaled_exp' needs a contiguous weight whose rows are aligned to 16 bytes, and this one has shape "
             f"{tuple(weight.shape)}, strides {weight.stride()} and byte offset {weight.data_ptr() % 16}. Use "
@@ -99,13 +101,18 @@ def check_for_scaled_exp(weight: Tensor, policy_loss: PolicyLoss, impl: str, *, 
         )
 
 
+def has_aligned_rows(weight: Tensor) -> bool:
+    """Whether a kernel can copy tiles of [V / tp, H] 16-bit numbers: every row begins at a multiple of 16 bytes."""
+    return weight.is_contiguous() and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
+
+
 def check_scaled_exp_kernel(dtype: torch.dtype, device: torch.device) -> None:
     """Raise ValueError for weights and GPUs that the kernel of mode "scaled_exp" does not support."""
     capability = torch.cuda.get_device_capability(device)
-    if dtype != torch.bfloat16 or capability != (9, 0):
+    if dtype != torch.bfloat16 or capability != TILED_ON:
         raise ValueError(
-            "--pg-fused-head scaled_exp (mode='scaled_exp') has a kernel for bfloat16 on compute capability (9, 0), "
-            f"not for {dtype} on {capability}. Use forward."
+            "--pg-fused-head scaled_exp (mode='scaled_exp') has a kernel for bfloat16 on compute capability "
+            f"{TILED_ON}, not for {dtype} on {capability}. Use forward."
         )
 
 
@@ -113,7 +120,7 @@ def is_tried_gpu(device: torch.device) -> bool:
     """Whether products that end in an epilogue were run on such a GPU with this release of Triton."""
     from megatron_pg.kernels.triton.loss import path_on  # torch needs no Triton
 
-    return torch.cuda.get_device_capability(device) == (9, 0) and path_on(device).is_tried
+    return torch.cuda.get_device_capability(device) == TILED_ON and path_on(device).is_tried
 
 
 def check_targets(hidden: Tensor, targets: Tensor) -> None:

@@ -21,9 +21,17 @@ def logits_dtype(values: Tensor) -> torch.dtype:
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left @ right, rounded once, to `dtype`."""
+    """left @ right, rounded once, to `dtype`; what is cut into pieces goes through a buffer with aligned rows."""
     out = left.new_empty(len(left), right.shape[1], dtype=dtype)
-    product_into(left, right, out)
+    if len(pieces(right.shape[1], left)) == 1:
+        product_into(left, right, out)
+        return out
+    size = chunk_rows(right.t(), 4)  # little memory, in addition to the result
+    buffer = aligned(left, min(size, len(left)), right.shape[1], dtype)
+    for part in slices(len(left), size):
+        rows = buffer[: part.stop - part.start]
+        product_into(left[part], right, rows)
+        out[part].copy_(rows)
     return out
 
 

@@ -29,7 +29,7 @@ PATTERNS = {  # of machine code
     "tile_stores": r"\bUTMASTG\b",
 }
 CAP = 30.0  # softcap of the builds that have one
-STRIDES = ("stride", "logits_stride", "gradients_stride", "student_stride", "teacher_stride", "gradient_stride")
+STRIDES = ("stride", "strides", "logits_stride", "gradients_stride")
 TYPES = (  # of arguments by name; any other is a pointer to float32
     dict.fromkeys(("targets", "starts", "counts", "order", "lengths"), "*i64")
     | dict.fromkeys(("heads", "tails", "tail_totals", "teacher_tails", "doubles", "by_heads", "by_tails"), "*fp64")
@@ -50,7 +50,7 @@ class Build:
     kernel: Any
     launched: dict[str, Any]  # constants and options
     types: dict[str, Any] = field(default_factory=dict)  # in addition to `TYPES`
-    even: tuple[str, ...] = ("valid", "columns", *STRIDES)  # numbers that are multiples of 16
+    even: tuple[str, ...] = ("valid", "columns", "count", *STRIDES)  # numbers that are multiples of 16
     threads: int = 0  # that must fit on a multiprocessor with their registers; 0: any
     programs: int = 0  # that must fit with their shared memory; 0: any
     least: dict[str, int] = field(default_factory=dict)  # of `PATTERNS`
@@ -72,7 +72,7 @@ class Build:
 
         names, types = self.kernel.arg_names, TYPES | self.types
         signature = {name: "constexpr" if name in self.constants else types.get(name, "*fp32") for name in names}
-        aligned = [place for place, kind in self._leaves(signature) if kind[0] == "*" or names[place[0]] in self.even]
+        aligned = [place for place, kind in self._leaves(signature) if kind[0] == "*" or self._is_even(place)]
         absent = {place: None for place, kind in self._leaves(signature) if kind == "constexpr" and len(place) > 1}
         return (GluonASTSource if self.is_gluon else ASTSource)(
             fn=self.kernel,
@@ -80,6 +80,11 @@ class Build:
             constexprs=absent | {(names.index(name),): value for name, value in self.constants.items()},
             attrs={place: [["tt.divisibility", 16]] for place in aligned},
         )
+
+    def _is_even(self, place: tuple[int, ...]) -> bool:
+        name = self.kernel.arg_names[place[0]]
+        fields = getattr(self.types.get(name), "_fields", ())
+        return name in self.even or (len(place) > 1 and fields != () and fields[place[1]] in self.even)
 
     @staticmethod
     def _leaves(signature: dict[str, Any]) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -147,7 +152,7 @@ def single_pass() -> Iterator[Build]:
         shape = by.Shape.of_row(columns, logits_of(dtype).itemsize, is_capped=cap is not None)
         objective, _, estimator = loss.partition("+")
         launched = {"TOKEN_KERNEL": getattr(token_kernels, objective), "KL": getattr(token_kernels, estimator, None)}
-        launched |= {"BONUS": bool(estimator), "ENTROPY": True, "ROW": shape.tiling, "KIND": Kind(dtype == "bf16", cap)}
+        launched["ROW"] = shape.tiling._replace(kind=Kind(dtype == "bf16", cap), bonus=bool(estimator))
         yield Build(
             f"single_pass {columns} {dtype} {loss}{capped(cap)}",
             single_pass_kernel,
@@ -175,12 +180,12 @@ def surrogate() -> Iterator[Build]:
     for name, reads_sequences in (("dppo_kl", False), ("vespo", True)):
         estimator = token_kernels.k3_weighted if reads_sequences else None
         constants = {"TOKEN_KERNEL": getattr(token_kernels, name), "KL": estimator, "BONUS": reads_sequences}
-        constants |= dict.fromkeys(("SEQUENCES", "OPSM", "ONE_WEIGHT"), reads_sequences) | {"BLOCK": by.BLOCK}
-        constants |= {} if reads_sequences else {"sequences": None}
-        kinds = {"sequences": segments.SequencePointers("*i64", "*fp64", "*fp64"), "fields": _fields(reads_sequences)}
+        constants |= {"SEQUENCES": reads_sequences, "BLOCK": by.BLOCK} | (
+            {} if reads_sequences else {"sequences": None}
+        )
+        kinds = {"sequences": segments.SequencePointers("*i64", *["*fp64"] * 6), "fields": _fields(reads_sequences)}
         yield Build(f"surrogate {name}", by.surrogate_kernel, constants, types=kinds, is_default=True)
-    launched = {"AVERAGED": token_kernels.gmpo_averaged, "OPSM": True, "ONE_WEIGHT": True, "BLOCK": segments.BLOCK}
-    launched |= {"num_warps": 8}
+    launched = {"AVERAGED": token_kernels.gmpo_averaged, "BLOCK": segments.BLOCK, "num_warps": 8}
     yield Build("surrogate segments", segments.segment_kernel, launched, {"results": "*fp64"}, is_default=True)
 
 
@@ -190,25 +195,28 @@ def rows() -> Iterator[Build]:
     from megatron_pg.kernels.triton import vocab_parallel as by
     from megatron_pg.kernels.triton.surrogate import token_loss_kernel
 
-    in_one = dict.fromkeys(("totals", "entropies", "by_logprobs"))  # with the peaks
-    made = in_one | dict.fromkeys(("by_entropies", "grad_loss"))
-    upstream = [{"factors": None} | dict.fromkeys(n) for n in ((), ("by_entropies",), ("grad_loss",))]
-    upstream += [{"factors": None, "by_entropies": None, "grad_loss": None}, made]
-    upstream += [{"factors": None} | in_one, {"factors": None, "by_entropies": None} | in_one]
+    given, columns = by.OfRows(*["*fp32"] * 6), by.Columns(*["i32"] * 4)
+    in_one = given._replace(**dict.fromkeys(("totals", "entropies", "by_logprobs")))  # with the peaks
+    upstream = [given, *(given._replace(**{name: None}) for name in ("by_entropies", "grad_loss"))]
+    upstream += [by.OfRows(*["*fp32"] * 4), by.OfRows("*fp32", factors="*fp32")]
+    upstream += [in_one, in_one._replace(by_entropies=None)]
+    upstream = [by.OfRows(*(each or "constexpr" for each in known)) for known in upstream]
     losses = [{"TOKEN_KERNEL": token_kernels.dppo_kl, "KL": token_kernels.k3_weighted, "BONUS": True}]
     losses.append({"TOKEN_KERNEL": token_kernels.grpo, "KL": None, "BONUS": False})
     for dtype, shifted, cap in itertools.product(("bf16", "fp32"), (False, True), (None, CAP)):
         read, write = (walk.options(logits_of(dtype), cap, shifted=shifted) for walk in (by.READ, by.WRITE))
         variants = [(by.statistics_kernel, read | {"WHOLE": whole}) for whole in (False, True)]
-        variants += [(by.gradient_kernel, write | absent) for absent in upstream]
+        variants += [(by.gradient_kernel, write | {"of_rows": known}) for known in upstream]
         variants += [(token_loss_kernel, read | loss) for loss in losses]
         for number, (kernel, launched) in enumerate(variants):
+            types = {"of_rows": launched.pop("of_rows", None), "strides": ("i32",) * 2, "columns": columns}
             yield Build(
                 f"rows {kernel.__name__} {number} {dtype} {'shifted' if shifted else 'even'}{capped(cap)}",
                 kernel,
                 launched,
-                {"logits": f"*{dtype}", "gradients": f"*{dtype}", "fields": _fields(launched.get("BONUS", False))},
-                even=() if shifted else ("valid", "columns", *STRIDES),
+                {"logits": f"*{dtype}", "gradients": f"*{dtype}", "fields": _fields(launched.get("BONUS", False))}
+                | types,
+                even=() if shifted else ("valid", "count", *STRIDES),
                 threads=1024 if cap is None else 640,  # what keeps enough loads in flight
                 least={"wide_loads": launched["WALK"].unroll * (1 if shifted else 2)},
                 is_default=dtype == "bf16" and not shifted and cap is None and number in (1, 2, 9),
@@ -217,26 +225,31 @@ def rows() -> Iterator[Build]:
 
 def teacher() -> Iterator[Build]:
     """What reads the rows of student and teacher."""
+    from megatron_pg.kernels.teacher import Form, TeacherRowStatistics
     from megatron_pg.kernels.triton import teacher as by
+    from megatron_pg.kernels.triton.vocab_parallel import Columns
 
-    shares, forms = {"NUMBERS": (0.3, 0.7)}, ("forward_kl", "reverse_kl", "jsd")
-    blocks = {"BLOCK": by.COMBINE_ROWS}
-    variants = [(form, by.combine_kernel, blocks | {"FORM": form}, "fp32", 1024, None) for form in forms]
+    forms, blocks = (Form("forward_kl"), Form("reverse_kl"), Form("jsd", 0.3)), {"BLOCK": by.COMBINE_ROWS}
+    variants = [(form, by.combine_kernel, blocks, "fp32", 1024, None) for form in forms]
     for cap in (None, CAP):
         mix, read, write = (walk.options(logits_of("fp32"), cap) for walk in (by.MIX, by.READ, by.WRITE))
-        variants.append(("", by.mixture_kernel, mix | shares, "fp32", 1024, cap))
-        variants += [(form, by.statistics_kernel, read | {"FORM": form}, "fp32", 1024, cap) for form in forms]
+        variants.append((forms[2], by.mixture_kernel, mix, "fp32", 1024, cap))
+        variants += [(form, by.statistics_kernel, read, "fp32", 1024, cap) for form in forms]
         for form, dtype in itertools.product(forms, ("bf16", "fp32")):
-            variants.append((form, by.gradient_kernel, write | shares | {"FORM": form}, dtype, 640, cap))
+            variants.append((form, by.gradient_kernel, write, dtype, 640, cap))
+    of_rows = TeacherRowStatistics(*["*fp32"] * len(TeacherRowStatistics._fields))
+    columns = Columns(*["i32"] * 4)
     for form, kernel, launched, dtype, threads, cap in variants:
+        is_mixture, strides = kernel is by.mixture_kernel, ("i64",) * (3 if kernel is by.gradient_kernel else 2)
         yield Build(
-            f"teacher {kernel.__name__} {form} {dtype}{capped(cap)}",
+            f"teacher {kernel.__name__} {'' if is_mixture else form.name} {dtype}{capped(cap)}",
             kernel,
-            launched,
-            {"gradients": f"*{dtype}", **dict.fromkeys(STRIDES, "i64")},
+            launched | {"FORM": form},
+            {"gradients": f"*{dtype}", "of_rows": of_rows, "slopes": ("*fp32",) * 3, "strides": strides}
+            | {"columns": columns},
             threads=threads if cap is None else 512,
             least={"wide_loads": int(kernel is not by.combine_kernel)},
-            is_default=form in ("", "jsd") and dtype == "fp32" and cap is None,
+            is_default=form.name == "jsd" and dtype == "fp32" and cap is None,
         )
 
 
@@ -245,10 +258,14 @@ def topk() -> Iterator[Build]:
     import torch
 
     from megatron_pg.declarations.loss_terms import KINDS
-    from megatron_pg.kernels.triton import divergences, topk_loss, topk_rows
+    from megatron_pg.kernels.topk import TopKRowStatistics
+    from megatron_pg.kernels.triton import divergences, topk_loss
     from megatron_pg.kernels.triton import topk as by
 
-    variants = [(kernel, {}, "fp32") for kernel in (topk_rows.combine_kernel, topk_rows.coefficients_kernel)]
+    double, single, of_teacher = ("*fp64",) * 2, ("*fp32",) * 2, ("*fp32", "*fp64")
+    types = {"stride": "i64", "student": double, "teacher": of_teacher, "own": ("*i1", "*fp32")}
+    types |= {"of_rows": TopKRowStatistics(*single, "*fp32", *double, "*fp32", "*fp64"), "slopes": (*single, *double)}
+    variants = [(kernel, {}, "fp32") for kernel in (by.combine_kernel, by.coefficients_kernel)]
     for dtype in ("bf16", "fp32"):
         variants.append((by.take_and_hide_kernel, {}, dtype))
         variants.append((by.put_kernel, {"starts": None, "counts": None}, dtype))
@@ -261,8 +278,9 @@ def topk() -> Iterator[Build]:
         yield Build(
             f"topk {kernel.__name__} {form} {flags.get('FIRST', '')} {dtype} {block}",
             kernel,
-            flags | topk_rows.block_of(torch.empty(1, block)),
-            {"logits": f"*{dtype}", "table": f"*{dtype}", "stride": "i64"},
+            flags | by.block_of(torch.empty(1, block)),
+            {"logits": f"*{dtype}", "table": f"*{dtype}", **types}
+            | ({"slopes": double, "results": ("*fp32",) * 3} if form else {}),
             even=(),
             is_default=block == 64 and dtype == "fp32" and (not form or (form == "jsd" and not flags["FIRST"])),
         )
@@ -270,10 +288,13 @@ def topk() -> Iterator[Build]:
 
 def sampling_masks() -> Iterator[Build]:
     """What reads and writes the tokens of a sampling mask."""
+    from megatron_pg.kernels.sampling_masks import SamplingMaskRowStatistics
     from megatron_pg.kernels.triton import sampling_masks as by
     from megatron_pg.kernels.triton.tiles import Kind
     from megatron_pg.kernels.triton.topk import put_kernel
+    from megatron_pg.kernels.triton.vocab_parallel import Columns
 
+    of_rows = SamplingMaskRowStatistics(*["*fp32"] * len(SamplingMaskRowStatistics._fields))
     variants = [(by.sampling_mask_statistics_kernel, {}), (put_kernel, {"K": 0, "row_stride": 0, "id_stride": 1})]
     variants += [(by.sampling_mask_gradient_kernel, {"WHOLE_ENTROPY": whole}) for whole in (False, True)]
     for (kernel, flags), dtype, cap in itertools.product(variants, ("bf16", "fp32"), (None, CAP)):
@@ -285,7 +306,9 @@ def sampling_masks() -> Iterator[Build]:
             flags
             | {"BLOCK": by.BLOCK, "num_warps": by.WARPS}
             | ({} if kernel is put_kernel else {"KIND": Kind(cap=cap)}),
-            {"logits": f"*{dtype}", "table": f"*{dtype}", "gradients": f"*{dtype}", "stride": "i64"},
+            {"logits": f"*{dtype}", "table": f"*{dtype}", "stride": "i64"}
+            | {"sets": ("*i64", "*i64", "*i32"), "of_rows": of_rows, "slopes": ("*fp32", "*fp32")}
+            | {"columns": Columns(*["i32"] * 4)},
             even=(),
             is_default=dtype == "fp32" and flags.get("WHOLE_ENTROPY", True) and cap is None,
         )

@@ -1,7 +1,8 @@
 """The Triton implementation of `grpo_loss`: a single pass where the whole row fits, else statistics and gradient."""
 
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, cast
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,9 +14,9 @@ from megatron_pg.kernels.device import multiprocessors
 from megatron_pg.kernels.losses import detail_of, loss_of, reader_of
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.readers import read
-from megatron_pg.kernels.triton.surrogate import loss_and_slopes, loss_of_rows
+from megatron_pg.kernels.triton.surrogate import loss_of_rows, surrogate_and_slopes
 from megatron_pg.kernels.triton.tiles import FUSED
-from megatron_pg.kernels.triton.vocab_parallel import launch_gradient, rows_of
+from megatron_pg.kernels.triton.vocab_parallel import OfRows, TritonPlainReader, write_gradient
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 RESCALE_BLOCK = 8192
@@ -27,27 +28,31 @@ def triton_loss(
     logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, grad_scale: float, entropy: bool, inplace: bool
 ) -> PolicyGradientLoss:
     """See `megatron_pg.kernels.policy_gradient_loss`."""
-    trains, has_entropy = torch.is_grad_enabled() and logits.requires_grad, entropy or policy_loss.terms.reads_entropy
-    found: list[PolicyGradientLoss] = []  # of the autograd functions, of which every other output would cost 2 µs
+    trains = torch.is_grad_enabled() and logits.requires_grad
+    call = _Call(policy_loss, vocabulary, inplace, grad_scale, entropy or policy_loss.terms.reads_entropy, [])
     if policy_loss.terms.reads_topk and logits.stride(0) < logits.shape[1]:
         logits = logits.contiguous()  # where ids are hidden in rows, each has its own
     if trains and fits_single_pass(logits, policy_loss, vocabulary, entropy=entropy):
-        options = {"grad_scale": grad_scale, "entropy": entropy}
-        loss = _SinglePass.apply(logits, policy_loss, vocabulary, inplace, options, found)
-        return _differentiable(loss, found[0], has_entropy)
+        _SinglePass.apply(logits, call)
+        return call.found[0]
     fields, detail = policy_loss.fields, detail_of(policy_loss, entropy=entropy)
     if detail is None and policy_loss.token_kernel:
-        loss = _TwoPasses.apply(logits, policy_loss, vocabulary, inplace, found)
-        return _differentiable(loss, found[0], has_entropy)
+        _TwoPasses.apply(logits, call)
+        return call.found[0]
     reader = reader_of("triton", vocabulary, fields.targets, detail, fields.mask)
     outputs = read(logits, reader, inplace=inplace)[:-1]
     return loss_of(policy_loss, outputs, vocabulary, "triton")
 
 
-def _differentiable(loss: Tensor, found: PolicyGradientLoss, has_entropy: bool) -> PolicyGradientLoss:
-    """What an autograd function found, with the loss that it returned; `replace` would take the host longer."""
-    losses, logprobs, log_ratios, entropy, *rest = cast(Any, found.per_token)
-    return PolicyGradientLoss(loss, losses, logprobs, log_ratios, entropy if has_entropy else None, *rest)
+class _Call(NamedTuple):
+    """What an autograd function reads besides the logits, and its results: an argument or output costs 1 to 2 µs."""
+
+    policy_loss: PolicyLoss
+    vocabulary: Vocabulary
+    inplace: bool
+    grad_scale: float
+    entropy: bool
+    found: list[PolicyGradientLoss]  # whose loss the function returns, so that it is differentiable
 
 
 def fits_single_pass(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, entropy: bool) -> bool:
@@ -74,15 +79,17 @@ class _SinglePass(torch.autograd.Function):
     """The gradient is made in the forward for the upstream gradient `grad_scale`, and corrected if another comes."""
 
     @staticmethod
-    def forward(ctx, logits, policy_loss, vocabulary, inplace, options, results):
+    def forward(ctx, logits, call):
         from megatron_pg.kernels.triton import single_pass
 
-        gradient = logits.detach() if inplace else torch.empty_like(logits)
-        found, _ = single_pass.loss_and_gradient(logits, gradient, policy_loss, vocabulary, **options)
-        if inplace:  # whoever saved the logits gets an error, not a wrong gradient
+        gradient = logits.detach() if call.inplace else torch.empty_like(logits)
+        found, _ = single_pass.loss_and_gradient(
+            logits, gradient, call.policy_loss, call.vocabulary, grad_scale=call.grad_scale, entropy=call.entropy
+        )
+        if call.inplace:  # whoever saved the logits gets an error, not a wrong gradient
             torch.autograd.graph.increment_version(logits)
-        ctx.gradient, ctx.grad_scale = gradient, options["grad_scale"]
-        results.append(found)
+        ctx.gradient, ctx.grad_scale = gradient, call.grad_scale
+        call.found.append(found)
         return found.loss
 
     @staticmethod
@@ -98,24 +105,26 @@ class _SinglePass(torch.autograd.Function):
         rescale_kernel[(4 * multiprocessors(gradient.device),)](
             gradient, grad_loss, ctx.grad_scale, *sizes, BLOCK=RESCALE_BLOCK, num_warps=8, **FUSED
         )
-        return gradient, None, None, None, None, None
+        return gradient, None
 
 
 class _TwoPasses(torch.autograd.Function):
     """A loss with a token kernel: the forward reads the logits, the backward reads them and writes the gradient."""
 
     @staticmethod
-    def forward(ctx, logits, policy_loss, vocabulary, inplace, results):
+    def forward(ctx, logits, call):
+        policy_loss, vocabulary, ctx.inplace = call.policy_loss, call.vocabulary, call.inplace
         targets, mask = policy_loss.fields.targets.contiguous(), policy_loss.fields.mask.contiguous()
         if vocabulary.ranks == 1 and policy_loss.is_by_token:
-            found, of_rows = loss_of_rows(logits, targets, policy_loss, vocabulary)
+            found, of_rows = loss_of_rows(logits, targets, policy_loss, vocabulary, entropy=call.entropy)
         else:
-            rows = rows_of(logits, targets, mask, vocabulary)
-            found, *slopes = loss_and_slopes(policy_loss, rows.logprobs, rows.entropy)
-            of_rows = rows.peaks, rows.totals, rows.entropy, *slopes
+            rows = TritonPlainReader(vocabulary, targets, mask).read(logits)
+            found, slopes = surrogate_and_slopes(policy_loss, rows.logprobs, rows.entropy)
+            found = found if call.entropy else replace(found, entropy=None)
+            of_rows = OfRows.of(rows, slopes)
         ctx.save_for_backward(logits, targets, mask, *of_rows)
-        ctx.vocabulary, ctx.inplace = vocabulary, inplace
-        results.append(found)
+        ctx.vocabulary = vocabulary
+        call.found.append(found)
         return found.loss
 
     @staticmethod
@@ -123,10 +132,11 @@ class _TwoPasses(torch.autograd.Function):
     def backward(ctx, grad_loss):
         logits, targets, mask, *of_rows = ctx.saved_tensors
         gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
-        launch_gradient(logits, gradient, targets, mask, (*of_rows, grad_loss, None), ctx.vocabulary)
+        of_rows = OfRows(*of_rows[:5], grad_loss)
+        write_gradient(logits, gradient, (targets, mask), of_rows, ctx.vocabulary)
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)
-        return gradient, None, None, None, None
+        return gradient, None
 
 
 @triton.jit(do_not_specialize=["rows"])

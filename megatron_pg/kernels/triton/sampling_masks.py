@@ -12,9 +12,25 @@ from typing_extensions import override
 from megatron_pg.kernels.readers import Slopes, filled
 from megatron_pg.kernels.sampling_masks import Restriction, SamplingMaskRowStatistics
 from megatron_pg.kernels.triton import vocab_parallel
-from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, Kind, accumulate, merge, softcapped, through_cap
+from megatron_pg.kernels.triton.tiles import (
+    FUSED,
+    Kind,
+    accumulate,
+    merge,
+    no_statistics,
+    softcapped,
+    store_each,
+    through_cap,
+)
 from megatron_pg.kernels.triton.topk import put_kernel
-from megatron_pg.kernels.triton.vocab_parallel import TritonReader, log2_scale, row_factors, slope_of
+from megatron_pg.kernels.triton.vocab_parallel import (
+    Columns,
+    TritonReader,
+    log2_scale,
+    row_factors,
+    row_slopes,
+    slope_of,
+)
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 BLOCK = 256  # ids at a time
@@ -34,18 +50,18 @@ class TritonSamplingMaskReader(TritonReader[SamplingMaskRowStatistics]):
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
         (targets, mask), restriction = self._where(chunk), self._restriction.at(chunk)
         is_read = mask if restriction.whole_entropy else mask & (restriction.sampling_mask.counts == 0)
-        whole = vocab_parallel.statistics(z, targets, is_read, self._vocabulary)
+        whole = vocab_parallel.statistics(z, (targets, is_read), self._vocabulary)
         shares = whole.clone() if restriction.whole_entropy else whole
         sizes = self._vocabulary.valid, self._vocabulary.first, z.stride(0), log2_scale(self._vocabulary)
         options = {"KIND": Kind(cap=self._vocabulary.softcap), "BLOCK": BLOCK, "num_warps": WARPS} | FUSED
-        sampling_mask_statistics_kernel[(len(z),)](z, targets, mask, *_sets(restriction), shares, *sizes, **options)
+        sampling_mask_statistics_kernel[(len(z),)](z, targets, mask, _sets(restriction), shares, *sizes, **options)
         return torch.cat([shares, whole]) if restriction.whole_entropy else shares
 
     @override
     def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> SamplingMaskRowStatistics:
         """0 where masked."""
         parts = shares.chunk(2, dim=1) if self._restriction.whole_entropy else (shares,)
-        where = *self._where(chunk), self._vocabulary
+        where = self._where(chunk), self._vocabulary
         return SamplingMaskRowStatistics.of(*(vocab_parallel.combine(part.contiguous(), *where) for part in parts))
 
     @override
@@ -53,24 +69,23 @@ class TritonSamplingMaskReader(TritonReader[SamplingMaskRowStatistics]):
         self, z: Tensor, out: Tensor, chunk: slice, rows: SamplingMaskRowStatistics, slopes: Slopes
     ) -> None:
         (targets, mask), restriction, vocabulary = self._where(chunk), self._restriction.at(chunk), self._vocabulary
-        by_logprob, by_entropy = filled(slopes, rows)
+        by_outputs = tuple(slope.contiguous() for slope in filled(slopes, rows))
+        by_logprob, by_entropy = by_outputs
         is_whole, ids = restriction.sampling_mask.counts == 0, restriction.sampling_mask.ids
         values = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
-        columns, options = (vocabulary.valid, vocabulary.first), {"BLOCK": BLOCK, "num_warps": WARPS} | FUSED
-        of_mask = rows.peaks, rows.totals, rows.sampling_mask_entropy
-        of_whole = rows.whole_peaks, rows.whole_totals, rows.entropy
-        by_outputs = by_logprob.contiguous(), by_entropy.contiguous()
-        sizes = *columns, vocabulary.size, z.stride(0), log2_scale(vocabulary)
-        launch, read = sampling_mask_gradient_kernel[(len(z),)], (z, targets, mask, *_sets(restriction))
+        options = {"BLOCK": BLOCK, "num_warps": WARPS} | FUSED
+        sizes = Columns.of(vocabulary, z), z.stride(0), log2_scale(vocabulary)
+        read = z, targets, mask, _sets(restriction), values, rows, by_outputs
         constants = {"KIND": Kind(cap=vocabulary.softcap), "WHOLE_ENTROPY": restriction.whole_entropy}
         # before the logits are overwritten
-        launch(*read, values, *of_mask, *of_whole, *by_outputs, *sizes, **constants, **options)
+        sampling_mask_gradient_kernel[(len(z),)](*read, *sizes, **constants, **options)
         if restriction.whole_entropy:
-            is_read, of_rows, by_logprob = mask, rows.of_all, torch.where(is_whole, by_logprob, 0)
+            is_read, statistics, by_logprob = mask, rows.of_all, torch.where(is_whole, by_logprob, 0)
         else:
-            is_read, of_rows = mask & is_whole, rows.of_sampling_mask
-        vocab_parallel.write_gradient(z, out, targets, is_read, of_rows, (by_logprob, by_entropy), vocabulary)
-        where = *columns, out.stride(0), 0, 1
+            is_read, statistics = mask & is_whole, rows.of_sampling_mask
+        of_rows = vocab_parallel.OfRows.of(statistics, (by_logprob, by_entropy))
+        vocab_parallel.write_gradient(z, out, (targets, is_read), of_rows, vocabulary)
+        where = vocabulary.valid, vocabulary.first, out.stride(0), 0, 1
         put_kernel[(len(z),)](out, mask, *_sets(restriction), values, 0, *where, **options)
 
 
@@ -82,12 +97,13 @@ def _sets(restriction: Restriction) -> tuple[Tensor, ...]:
 
 @triton.jit
 def sampling_mask_statistics_kernel(
-    logits, targets, mask, starts, counts, ids, shares, valid, first, stride, c, KIND: tl.constexpr, BLOCK: tl.constexpr
+    logits, targets, mask, sets, shares, valid, first, stride, c, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One row per program, if it has a sampling mask: shares[row] as `statistics_kernel`.
 
     The logit of a target outside the mask is -inf.
     """
+    starts, counts, ids = sets
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + row)
     if (tl.load(mask + row) != 0) & (count > 0):
@@ -95,9 +111,7 @@ def sampling_mask_statistics_kernel(
         target = tl.load(targets + row)
         lanes = tl.arange(0, BLOCK)
         z_row = logits + row * stride
-        m = tl.full((BLOCK,), FLOOR, tl.float32)
-        s = tl.zeros((BLOCK,), tl.float32)
-        t = tl.zeros((BLOCK,), tl.float32)
+        m, s, t = no_statistics(BLOCK)
         hits = tl.zeros((BLOCK,), tl.int32)
         for k in range(0, count, BLOCK):
             token = tl.load(ids + start + k + lanes, lanes < count - k, -1)
@@ -111,10 +125,8 @@ def sampling_mask_statistics_kernel(
         owned = (column >= 0) & (column < valid)
         target_logit = softcapped(tl.load(z_row + column, owned, 0.0).to(tl.float32), KIND.cap)
         outside = owned & (tl.sum(hits, 0) == 0)
-        tl.store(shares + row * 4, peak)
-        tl.store(shares + row * 4 + 1, total)
-        tl.store(shares + row * 4 + 2, shifted)
-        tl.store(shares + row * 4 + 3, tl.where(outside, float("-inf"), target_logit))
+        target_logit = tl.where(outside, float("-inf"), target_logit)
+        store_each(shares + row * 4, 1, (peak, total, shifted, target_logit), True)
 
 
 @triton.jit
@@ -129,21 +141,11 @@ def sampling_mask_gradient_kernel(
     logits,
     targets,
     mask,
-    starts,
-    counts,
-    ids,
+    sets,
     values,
-    peaks,
-    totals,
-    sampling_mask_entropies,
-    whole_peaks,
-    whole_totals,
-    entropies,
-    grad_logprobs,
-    grad_entropies,
-    valid,
-    first,
-    vocab_size,
+    of_rows,
+    slopes,
+    columns,
     stride,
     c,
     KIND: tl.constexpr,
@@ -151,27 +153,25 @@ def sampling_mask_gradient_kernel(
     BLOCK: tl.constexpr,
 ):
     """One row per program: the gradient of the logits of the ids that are here, into their places of values [n]."""
+    starts, counts, ids = sets
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + row)
     if (tl.load(mask + row) != 0) & (count > 0):
         start = tl.load(starts + row)
         target = tl.load(targets + row)
-        total = tl.load(totals + row)
-        exists = (target >= 0) & (target < vocab_size) & (total > 0) & (total < float("inf"))
-        a = tl.where(exists, tl.load(grad_logprobs + row), float("nan")) * (c * LN2)
-        e = tl.load(grad_entropies + row) * (c * LN2)
-        peak = tl.load(peaks + row)
-        sampling_mask_entropy = tl.load(sampling_mask_entropies + row)
-        whole_peak = tl.load(whole_peaks + row)
-        whole_total = tl.load(whole_totals + row)
-        entropy = tl.load(entropies + row)
+        a, e, total = row_slopes(row, target, c, of_rows.totals, columns.size, slopes[0], slopes[1], None)
+        peak = tl.load(of_rows.peaks + row)
+        sampling_mask_entropy = tl.load(of_rows.sampling_mask_entropy + row)
+        whole_peak = tl.load(of_rows.whole_peaks + row)
+        whole_total = tl.load(of_rows.whole_totals + row)
+        entropy = tl.load(of_rows.entropy + row)
         zero = (row * 0).to(tl.float32)  # of a constant, the interpreter of Triton 3.7 cannot take a quotient
         lanes = tl.arange(0, BLOCK)
         for k in range(0, count, BLOCK):
             here = lanes < count - k
             token = tl.load(ids + start + k + lanes, here, -1)
-            column = token - first
-            owned = (column >= 0) & (column < valid)
+            column = token - columns.first
+            owned = (column >= 0) & (column < columns.valid)
             z = softcapped(tl.load(logits + row * stride + column, owned, 0.0).to(tl.float32), KIND.cap)
             if WHOLE_ENTROPY:
                 slope = _slope(z, c, peak, total, sampling_mask_entropy, a, zero)

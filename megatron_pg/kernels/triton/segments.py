@@ -13,11 +13,10 @@ from torch import Tensor
 from megatron_pg.batch.sequences import Sequences
 from megatron_pg.kernels.policy_loss import PolicyLoss
 from megatron_pg.kernels.triton.terms import KernelTerms
-from megatron_pg.kernels.triton.tiles import FUSED
+from megatron_pg.kernels.triton.tiles import FUSED, store_each
 from megatron_pg.objectives.interface.token_kernel import TokenKernel
 
 BLOCK = 1024
-LOG_RATIO, ADVANTAGE, DRIFT, OWN, WEIGHT, SUMS = (tl.constexpr(i) for i in range(6))
 
 
 class SequencePointers(NamedTuple):
@@ -25,30 +24,32 @@ class SequencePointers(NamedTuple):
 
     slots: Any  # [T] int64, S where there is no sequence
     counts: Any  # [S] float64, trained tokens of the whole sequence, at least 1
-    sums: Any  # [5, S] float64 over the sequence: log-ratio, A, anchor - log π, the objective's own average, weights
+    log_ratios: Any  # [S] float64 sums over the sequence, like the fields below
+    advantages: Any
+    owns: Any  # what the objective averages itself
+    drifts: Any  # anchor - log π; None without opsm
+    weights: Any  # None: the weights of a sequence are not averaged
 
 
-def sequence_fields(policy_loss: PolicyLoss, logprobs: Tensor) -> tuple[SequencePointers, dict[str, Any]]:
-    """The sums over the sequences of all context-parallel ranks, and what the kernel is compiled for.
-
-    The ranks call with the same terms and sequences.
-    """
+def sequence_fields(policy_loss: PolicyLoss, logprobs: Tensor) -> SequencePointers:
+    """The sums over the sequences of all context-parallel ranks, which call with the same terms and sequences."""
     fields, terms, kernel = policy_loss.fields, policy_loss.terms, cast(TokenKernel, policy_loss.terms.token_kernel)
     sequences = cast(Sequences, fields.sequences)  # which check_loss has asked for
     has_one_weight = terms.objective.has_one_loss_per_sequence and fields.corrections is not None
-    constants = {"OPSM": terms.opsm_anchor is not None, "ONE_WEIGHT": has_one_weight}
-    count = len(sequences.counts)
-    sums = torch.empty(SUMS.value, count, dtype=torch.float64, device=logprobs.device)
+    anchors = None if terms.opsm_anchor is None else getattr(fields, terms.opsm_anchor)
+    weights, count = fields.corrected_weights if has_one_weight else None, len(sequences.counts)
+    sums = torch.empty(5, count, dtype=torch.float64, device=logprobs.device)
     if count:
         averaged = None if kernel.load_averaged is None else kernel.load_averaged()
-        anchors = fields.mask if terms.opsm_anchor is None else getattr(fields, terms.opsm_anchor)
-        read: list[Any] = [fields.old_logprobs, anchors, fields.advantages, fields.corrected_weights, fields.mask]
+        read: list[Any] = [fields.old_logprobs, anchors, fields.advantages, weights, fields.mask]
         read += [sequences.order, sequences.lengths]
-        tensors = logprobs, *(values.contiguous() for values in read), sums
-        options = {"AVERAGED": averaged, "BLOCK": BLOCK, "num_warps": 8} | constants | FUSED
+        tensors = logprobs, *(None if values is None else values.contiguous() for values in read), sums
+        options = {"AVERAGED": averaged, "BLOCK": BLOCK, "num_warps": 8} | FUSED
         segment_kernel[(count,)](*tensors, count, KernelTerms.of(terms).numbers, **options)
     sequences.over_ranks(sums)
-    return SequencePointers(sequences.slots.contiguous(), sequences.counts.contiguous(), sums), constants
+    log_ratios, advantages, owns, drifts, shares = sums.unbind()
+    own = sequences.slots.contiguous(), sequences.counts.contiguous(), log_ratios, advantages, owns
+    return SequencePointers(*own, None if anchors is None else drifts, None if weights is None else shares)
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -65,8 +66,6 @@ def segment_kernel(
     sequences,
     numbers,
     AVERAGED: tl.constexpr,
-    OPSM: tl.constexpr,
-    ONE_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One sequence per program: the sums of `SequencePointers` over its trained tokens."""
@@ -91,14 +90,11 @@ def segment_kernel(
         advantage = tl.load(advantages + token, live, 0.0).to(tl.float32)
         log_ratios += log_ratio.to(tl.float64)
         rewards += advantage.to(tl.float64)
-        if OPSM:
+        if anchors is not None:
             drifts += (tl.load(anchors + token, live, 0.0).to(tl.float32) - logprob).to(tl.float64)
         if AVERAGED is not None:
             owns += tl.where(live, AVERAGED(log_ratio, advantage, numbers), 0.0).to(tl.float64)
-        if ONE_WEIGHT:
+        if weights is not None:
             shares += tl.load(weights + token, live, 0.0).to(tl.float32).to(tl.float64)
-    tl.store(results + LOG_RATIO * sequences + sequence, tl.sum(log_ratios))
-    tl.store(results + ADVANTAGE * sequences + sequence, tl.sum(rewards))
-    tl.store(results + DRIFT * sequences + sequence, tl.sum(drifts))
-    tl.store(results + OWN * sequences + sequence, tl.sum(owns))
-    tl.store(results + WEIGHT * sequences + sequence, tl.sum(shares))
+    sums = (tl.sum(log_ratios), tl.sum(rewards), tl.sum(owns), tl.sum(drifts), tl.sum(shares))
+    store_each(results + sequence, sequences, sums, True)

@@ -132,7 +132,7 @@ def loss_and_gradient(
         policy_loss: with its [T] fields, any float; masked rows are not read.
         vocabulary: not sharded; padding has no probability and the gradient 0.
         grad_scale: factor of the gradient.
-        entropy: False leaves the entropies 0, unless they are in the loss.
+        entropy: False leaves the entropies out, unless they are in the loss.
         most_programs: None: all that fit on the GPU.
     """
     terms, rows = KernelTerms.of(policy_loss.terms), logits.shape[0]
@@ -142,9 +142,9 @@ def loss_and_gradient(
     tensors = logits, gradient, policy_loss.fields.targets.contiguous(), field_pointers(policy_loss), out
     sizes = valid, logits.stride(0), gradient.stride(0), log2_scale(vocabulary)
     scale = grad_scale / policy_loss.terms.grad_divisor / vocabulary.temperature
-    kind = Kind(logits.dtype == torch.bfloat16, vocabulary.softcap)
-    options = terms.constants | {"KIND": kind, "ENTROPY": entropy or terms.bonus is not None, "ROW": shape.tiling}
-    options |= shape.options | FUSED
+    options = terms.constants | shape.options | FUSED
+    kind, bonus = Kind(logits.dtype == torch.bfloat16, vocabulary.softcap), options.pop("BONUS")
+    options["ROW"] = shape.tiling._replace(kind=kind, entropy=entropy or bonus, bonus=bonus)
     after_rows = *sizes, terms.numbers, terms.coefficients, scale, 0
 
     def launch(programs: int, rows: int) -> Any:
@@ -157,5 +157,6 @@ def loss_and_gradient(
         gradient[:, valid:] = 0
     token_losses, weighted, logprobs, log_ratios, entropies, *kl = out.unbind()
     losses = term_losses(policy_loss, kl[0] if kl else None, entropies)
-    found = PolicyGradientLoss(weighted.sum(), token_losses, logprobs, log_ratios, entropies, losses)
+    known_entropies = entropies if options["ROW"].entropy else None
+    found = PolicyGradientLoss(weighted.sum(), token_losses, logprobs, log_ratios, known_entropies, losses)
     return found, compiled.n_spills

@@ -29,6 +29,7 @@ from megatron_pg.kernels.triton.tiles import (
     FLOOR,
     LN2,
     LOWEST,
+    Kind,
     accumulate,
     logprob_and_entropy,
     merge,
@@ -68,7 +69,10 @@ REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 class Tiling(NamedTuple):
-    """How a program holds a row, in tiles of `threads` vectors of 16 bytes. Part of what the kernel is compiled for."""
+    """How a program holds a row, in tiles of `threads` vectors of 16 bytes, and what it computes of it.
+
+    One constant of the kernel, because Triton binds each at every launch.
+    """
 
     threads: int
     groups: int  # in shared memory
@@ -76,6 +80,10 @@ class Tiling(NamedTuple):
     lag: int  # groups between the copy of a group and its first use
     kept: int  # tiles in registers
     blocks: int = 1  # of a cluster, which share a row: each has its part of every tile
+
+    kind: Kind = Kind()
+    entropy: bool = True  # whether it is wanted
+    bonus: bool = False  # whether it is in the loss
 
 
 @gluon.jit
@@ -90,24 +98,16 @@ def _column_gradient(z, column_terms, BONUS: gl.constexpr):
 
 
 @gluon.jit
-def _tile_gradient(words, column_terms, dtype: gl.constexpr, KIND: gl.constexpr, BONUS: gl.constexpr):
+def _tile_gradient(words, column_terms, dtype: gl.constexpr, ROW: gl.constexpr):
     """The gradient of a tile's words rounded to `dtype`, or of paired logits to pairs of bfloat16."""
+    KIND: gl.constexpr = ROW.kind
     logits = values(words, KIND)
-    low = through_cap(_column_gradient(logits[0], column_terms, BONUS), logits[0], KIND.cap)
+    low = through_cap(_column_gradient(logits[0], column_terms, ROW.bonus), logits[0], ROW.kind.cap)
     if len(logits) == 2:
-        high = through_cap(_column_gradient(logits[1], column_terms, BONUS), logits[1], KIND.cap)
+        high = through_cap(_column_gradient(logits[1], column_terms, ROW.bonus), logits[1], ROW.kind.cap)
         return gl.inline_asm_elementwise(PAIR_UP, "=r,f,f", [high, low], gl.int32, is_pure=True, pack=1)
     else:
         return low.to(dtype)
-
-
-@gluon.jit
-def _opaque(words, key, KIND: gl.constexpr):
-    """`words`, opaque to the compiler, which would keep the float32 values of the first pass in twice the registers."""
-    if KIND.is_pair:
-        return words ^ key
-    else:
-        return words
 
 
 @gluon.jit
@@ -121,24 +121,27 @@ def _fill(group, z_words, offsets, limit):
 
 
 @gluon.jit
-def _load_tiles(
-    z_row, offsets, limit, KIND: gl.constexpr, TILE: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr
-):
-    """A tuple of `COUNT` tiles from tile `FIRST` on, in registers; -inf at or beyond `limit`."""
+def _load_kept(row, places, ROW: gl.constexpr):
+    """The tuple of a row's tiles that registers keep; -inf at or beyond its limit."""
+    KEPT: gl.constexpr = ROW.kept
+    KIND: gl.constexpr = ROW.kind
+    z_row = row.words + places.words
     tiles = ()
-    for k in gl.static_range(COUNT):
-        at = (FIRST + k) * TILE
-        tiles = tiles + (gl.load(z_row + at, mask=offsets < limit - at, other=minus_infinity(KIND)),)
+    for k in gl.static_range(KEPT):
+        at = (ROW.groups * ROW.per_group + k) * (ROW.threads * WORDS)
+        tiles = tiles + (gl.load(z_row + at, mask=places.words < row.limit - at, other=minus_infinity(KIND)),)
     return tiles
 
 
 class Places(NamedTuple):
-    """In a kernel, the shared memory of a program, in two views, and where each thread's vector is in a tile."""
+    """In a kernel, the shared memory of a program, in two views, where each thread's vector is, and a row's width."""
 
     groups: Any  # for the copies
     slots: Any  # one tile each
     words: Any  # offsets in a tile
     group_words: Any  # in a group of tiles
+    width: Any  # words of a row
+    c: Any  # of `tiles`
 
 
 class NextRow(NamedTuple):
@@ -164,7 +167,7 @@ class RowGradient(NamedTuple):
     slope: Any  # of the loss by the log-probability
     moves: Any  # False: the gradient is 0, for instance where the objective clips
     column_terms: Any  # c, and peak, factor and bend of `_column_gradient`
-    key: Any  # of `_opaque`
+    key: Any  # 0, which the compiler cannot know
 
 
 @gluon.constexpr_function
@@ -205,8 +208,8 @@ def _cluster(ROW: gl.constexpr):
 
 
 @gluon.jit
-def _places(word: gl.constexpr, ROW: gl.constexpr):
-    """The `Places` of tiles of `word`s."""
+def _memory(word: gl.constexpr, ROW: gl.constexpr):
+    """The shared memory of tiles of `word`s and the threads' vectors, as `Places` has them."""
     THREADS: gl.constexpr = ROW.threads
     OF_BLOCK: gl.constexpr = ROW.threads // ROW.blocks
     shared: gl.constexpr = _shared(ROW)
@@ -225,7 +228,7 @@ def _places(word: gl.constexpr, ROW: gl.constexpr):
         tile = vector % IN_GROUP // OF_BLOCK
         vector = tile * THREADS + vector // IN_GROUP * OF_BLOCK + vector % OF_BLOCK
     group_words = vector[:, None] * WORDS + in_thread
-    return Places(groups, slots, words, group_words)
+    return groups, slots, words, group_words
 
 
 @gluon.jit
@@ -237,41 +240,41 @@ def _no_statistics(places, ROW: gl.constexpr):
 
 
 @gluon.jit
-def _accumulate_slot(
-    statistics, slot, places, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, MASKED: gl.constexpr
-):
+def _accumulate_slot(statistics, slot, places, ROW: gl.constexpr, MASKED: gl.constexpr):
     """Add a tile of shared memory to the statistics. Copies write 0 beyond a row's end; `MASKED` makes it -inf."""
-    TILE: gl.constexpr = places.words.shape[0] * WORDS
+    TILE: gl.constexpr = ROW.threads * WORDS
+    KIND: gl.constexpr = ROW.kind
     m, s, t = statistics
     words = places.slots.index(slot).load(places.words.type.layout)
     if MASKED:
-        words = gl.where(places.words < width - slot * TILE, words, minus_infinity(KIND))
-    return accumulate(m, s, t, (words,), c, KIND, ENTROPY)
+        words = gl.where(places.words < places.width - slot * TILE, words, minus_infinity(KIND))
+    return accumulate(m, s, t, (words,), places.c, KIND, ROW.entropy)
 
 
 @gluon.jit
-def _read_first_row(first, places, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, ROW: gl.constexpr):
+def _read_first_row(first, places, ROW: gl.constexpr):
     """The kept tiles and the statistics of a program's first row, which nothing is written before."""
     GROUPS: gl.constexpr = ROW.groups
     PER: gl.constexpr = ROW.per_group
     TILE: gl.constexpr = ROW.threads * WORDS
     KEPT: gl.constexpr = ROW.kept
+    KIND: gl.constexpr = ROW.kind
     for g in gl.static_range(GROUPS):
         at = g * PER * TILE
         _fill(places.groups.index(g), first.words + at, places.group_words, first.limit - at)
-    kept = _load_tiles(first.words + places.words, places.words, first.limit, KIND, TILE, GROUPS * PER, KEPT)
+    kept = _load_kept(first, places, ROW)
     statistics = _no_statistics(places, ROW)
     async_copy.wait_group(0)
     if first.live:
         for slot in range(GROUPS * PER):
-            statistics = _accumulate_slot(statistics, slot, places, width, c, KIND, ENTROPY, MASKED=True)
+            statistics = _accumulate_slot(statistics, slot, places, ROW, MASKED=True)
         for k in gl.static_range(KEPT):
-            statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
+            statistics = accumulate(*statistics, (kept[k],), places.c, KIND, ROW.entropy)
     return kept, statistics
 
 
 @gluon.jit
-def _write_kept(g_row, width, gradient, kept, places, KIND: gl.constexpr, BONUS: gl.constexpr, ROW: gl.constexpr):
+def _write_kept(g_row, gradient, kept, places, ROW: gl.constexpr):
     """Write the gradient of the kept tiles.
 
     A gradient that is 0 is written over the whole row, so that the groups have nothing to write.
@@ -282,42 +285,32 @@ def _write_kept(g_row, width, gradient, kept, places, KIND: gl.constexpr, BONUS:
     if gradient.moves:
         for k in gl.static_range(KEPT):
             at = (ROW.groups * ROW.per_group + k) * TILE
-            words = _opaque(kept[k], gradient.key, KIND)
-            out = _tile_gradient(words, gradient.column_terms, dtype, KIND, BONUS)
-            gl.store(g_row + at, out, mask=places.words < width - at)
+            # The key is 0. It hides the words from the compiler, which would keep the float32 values of the first
+            # pass in twice the registers.
+            words = kept[k] ^ gradient.key if ROW.kind.is_pair else kept[k]
+            out = _tile_gradient(words, gradient.column_terms, dtype, ROW)
+            gl.store(g_row + at, out, mask=places.words < places.width - at)
     else:
         zeros = gl.full((ROW.threads, WORDS), 0, dtype, places.words.type.layout)
-        for start in range(0, width, TILE):
-            gl.store(g_row + start, zeros, mask=places.words < width - start)
+        for start in range(0, places.width, TILE):
+            gl.store(g_row + start, zeros, mask=places.words < places.width - start)
 
 
 @gluon.jit
-def _write_slot(slot, places, g_row, width, gradient, KIND: gl.constexpr, BONUS: gl.constexpr, MASKED: gl.constexpr):
+def _write_slot(slot, places, g_row, gradient, ROW: gl.constexpr, MASKED: gl.constexpr):
     """Write the gradient of a tile of shared memory; `MASKED`: the row may end within it."""
-    TILE: gl.constexpr = places.words.shape[0] * WORDS
-    dtype: gl.constexpr = g_row.dtype.element_ty
+    TILE: gl.constexpr = ROW.threads * WORDS
     at = slot * TILE
     words = places.slots.index(slot).load(places.words.type.layout)
-    out = _tile_gradient(words, gradient.column_terms, dtype, KIND, BONUS)
+    out = _tile_gradient(words, gradient.column_terms, g_row.dtype.element_ty, ROW)
     if MASKED:
-        gl.store(g_row + at, out, mask=places.words < width - at)
+        gl.store(g_row + at, out, mask=places.words < places.width - at)
     else:
         gl.store(g_row + at, out)
 
 
 @gluon.jit
-def _exchange_groups(
-    following,
-    g_row,
-    width,
-    gradient,
-    kept,
-    places,
-    KIND: gl.constexpr,
-    BONUS: gl.constexpr,
-    ENTROPY: gl.constexpr,
-    ROW: gl.constexpr,
-):
+def _exchange_groups(following, g_row, gradient, kept, places, ROW: gl.constexpr):
     """Write the gradient of each group, start the copy of the next row in its place; the next row's statistics so far.
 
     Group g - lag of the next row was committed `lag` iterations ago, and lag - 1 groups after it, so
@@ -327,25 +320,23 @@ def _exchange_groups(
     PER: gl.constexpr = ROW.per_group
     LAG: gl.constexpr = ROW.lag
     KEPT: gl.constexpr = ROW.kept
+    KIND: gl.constexpr = ROW.kind
     ALL_SHARED: gl.constexpr = ROW.kept == 0  # then a row may end within shared memory
     TILE: gl.constexpr = ROW.threads * WORDS
-    c = gradient.column_terms[0]
     statistics = _no_statistics(places, ROW)
     for g in gl.static_range(GROUPS):
         if g >= LAG:
             async_copy.wait_group(LAG - 1)
         for tile in range(PER):
             if gradient.moves:
-                slot = g * PER + tile
-                _write_slot(slot, places, g_row, width, gradient, KIND, BONUS, MASKED=ALL_SHARED)
+                _write_slot(g * PER + tile, places, g_row, gradient, ROW, MASKED=ALL_SHARED)
             if g >= LAG:
                 if following.live:
-                    slot = (g - LAG) * PER + tile
-                    statistics = _accumulate_slot(statistics, slot, places, width, c, KIND, ENTROPY, ALL_SHARED)
+                    statistics = _accumulate_slot(statistics, (g - LAG) * PER + tile, places, ROW, ALL_SHARED)
         if g > 0:  # the kept tiles of the next row, spread over the groups
             if following.live:
                 for k in gl.static_range((g - 1) * KEPT // (GROUPS - 1), g * KEPT // (GROUPS - 1)):
-                    statistics = accumulate(*statistics, (kept[k],), c, KIND, ENTROPY)
+                    statistics = accumulate(*statistics, (kept[k],), places.c, KIND, ROW.entropy)
         # Each thread has read its own words of this group (above), so its copies may overwrite them.
         at = g * PER * TILE
         _fill(places.groups.index(g), following.words + at, places.group_words, following.limit - at)
@@ -353,9 +344,7 @@ def _exchange_groups(
 
 
 @gluon.jit
-def _finish_next_row(
-    statistics, following, places, width, c, KIND: gl.constexpr, ENTROPY: gl.constexpr, ROW: gl.constexpr
-):
+def _finish_next_row(statistics, following, places, ROW: gl.constexpr):
     """The rest of the next row's statistics: its last `lag` groups, each as soon as its copy is complete.
 
     A masked row is copied as zeros, which must land before the copies of the row after it start.
@@ -368,23 +357,21 @@ def _finish_next_row(
         for g in gl.static_range(GROUPS - LAG, GROUPS):
             async_copy.wait_group(GROUPS - 1 - g)
             for tile in gl.static_range(PER):
-                statistics = _accumulate_slot(statistics, g * PER + tile, places, width, c, KIND, ENTROPY, ALL_SHARED)
+                statistics = _accumulate_slot(statistics, g * PER + tile, places, ROW, ALL_SHARED)
     else:
         async_copy.wait_group(0)
     return statistics
 
 
 @gluon.jit
-def _owner(column, KIND: gl.constexpr, ROW: gl.constexpr):
+def _owner(column, ROW: gl.constexpr):
     """The block of the cluster that has a column."""
-    COLUMNS: gl.constexpr = ROW.threads // ROW.blocks * WORDS * (2 if KIND.is_pair else 1)
+    COLUMNS: gl.constexpr = ROW.threads // ROW.blocks * WORDS * (2 if ROW.kind.is_pair else 1)
     return column // COLUMNS % ROW.blocks
 
 
 @gluon.jit
-def _load_token(
-    row, target, live, source, rank, KIND: gl.constexpr, KL: gl.constexpr, BONUS: gl.constexpr, ROW: gl.constexpr
-):
+def _load_token(row, target, live, source, rank, KL: gl.constexpr, ROW: gl.constexpr):
     """Column and logit of the target, and the values of the loss terms; 0 where the row is not live.
 
     The logit is 0 in a block that does not have it, because the one that does may overwrite it at any time.
@@ -395,10 +382,10 @@ def _load_token(
     exists = (target >= 0) & (target < columns)
     column = gl.where(exists, target, 0)
     at = logits + row * logits_stride + column
-    here = live & (_owner(column, KIND, ROW) == rank)
-    logit = softcapped(gl.load(at, mask=here, other=0.0).to(gl.float32), KIND.cap)
+    here = live & (_owner(column, ROW) == rank)
+    logit = softcapped(gl.load(at, mask=here, other=0.0).to(gl.float32), ROW.kind.cap)
     logit = gl.where(exists, logit, float("nan"))
-    return column, logit, load_values(fields, row, live, KL, BONUS)
+    return column, logit, load_values(fields, row, live, KL, ROW.bonus)
 
 
 @gluon.jit
@@ -438,17 +425,8 @@ def _message(slot, block):
 
 
 @gluon.jit
-def _row_loss(
-    statistics,
-    cluster,
-    token,
-    of_loss,
-    TOKEN_KERNEL: gl.constexpr,
-    KL: gl.constexpr,
-    BONUS: gl.constexpr,
-    ROW: gl.constexpr,
-):
-    """The results of a row, and of its gradient slope, peak, factor, bend and key.
+def _row_loss(statistics, cluster, token, of_loss, TOKEN_KERNEL: gl.constexpr, KL: gl.constexpr, ROW: gl.constexpr):
+    """The results of a row, and of its gradient target logit, slope, peak, factor, bend and key.
 
     With `total` the sum of 2^(z c - peak), the probability of a column is 2^x / total.
     """
@@ -457,101 +435,62 @@ def _row_loss(
     peak, total, shifted, target_logit = _of_row(statistics, target_logit, cluster, ROW)
     logprob, entropy = logprob_and_entropy(peak, total, shifted, target_logit, c)
     policy, slope = TOKEN_KERNEL(logprob, values_of_row.old_logprob, values_of_row.advantage, numbers)
-    loss, slope, bend, kl = loss_terms(policy, slope, logprob, entropy, values_of_row, coefficients, KL, BONUS)
+    of_token = (policy, slope, logprob, entropy, values_of_row)
+    loss, slope, bend, kl = loss_terms(*of_token, coefficients, KL, ROW.bonus)
     slope *= -grad_scale
     bend *= -grad_scale
-    if BONUS:  # -bend p (log p + H), log p = ln2 (x - log2 total)
+    if ROW.bonus:  # -bend p (log p + H), log p = ln2 (x - log2 total)
         factor = (slope + bend * (entropy - LN2 * gl.log2(total))) / total
         bend = bend * LN2 / total
     else:
         factor = slope / total
-    key = zero & total.to(gl.int32, bitcast=True)  # 0, which the compiler cannot know
+    key = zero & total.to(gl.int32, bitcast=True)
     found = (policy, loss, logprob, logprob - values_of_row.old_logprob, entropy, kl)
-    return found, target_logit, slope, peak, factor, bend, key
+    return found, (target_logit, slope, peak, factor, bend, key)
 
 
 @gluon.jit
 def _finish_row(
-    results,
-    rows,
-    row,
-    statistics,
-    cluster,
-    token,
-    live,
-    of_loss,
-    TOKEN_KERNEL: gl.constexpr,
-    KL: gl.constexpr,
-    BONUS: gl.constexpr,
-    ENTROPY: gl.constexpr,
-    ROW: gl.constexpr,
+    results, rows, row, live, of_row, of_loss, TOKEN_KERNEL: gl.constexpr, KL: gl.constexpr, ROW: gl.constexpr
 ):
     """Store the results of a row, 0 if it is masked, and return its `RowGradient`.
 
     Results [5 or 6, rows] are loss of the objective, whole loss, log-probability, log-ratio, entropy, KL estimate.
     """
-    target_logit = 0.0
-    slope = 0.0
-    bend = 0.0
-    peak = 0.0
-    factor = 0.0
-    policy = 0.0
-    loss = 0.0
-    kl = 0.0
-    logprob = 0.0
-    log_ratio = 0.0
-    entropy = 0.0
-    key = 0
+    found = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    of_gradient = (0.0, 0.0, 0.0, 0.0, 0.0, 0)
     if live:
-        found, target_logit, slope, peak, factor, bend, key = _row_loss(
-            statistics, cluster, token, of_loss, TOKEN_KERNEL, KL, BONUS, ROW
-        )
-        policy, loss, logprob, log_ratio, entropy, kl = found
-    gl.store(results + row, policy)
-    gl.store(results + rows + row, loss)
-    gl.store(results + 2 * rows + row, logprob)
-    gl.store(results + 3 * rows + row, log_ratio)
-    gl.store(results + 4 * rows + row, entropy if ENTROPY else 0.0)
+        found, of_gradient = _row_loss(*of_row, of_loss, TOKEN_KERNEL, KL, ROW)
+    for k in gl.static_range(4):
+        gl.store(results + k * rows + row, found[k])
+    gl.store(results + 4 * rows + row, found[4] if ROW.entropy else 0.0)
     if KL is not None:
-        gl.store(results + 5 * rows + row, kl)
+        gl.store(results + 5 * rows + row, found[5])
+    target_logit, slope, peak, factor, bend, key = of_gradient
     moves = slope != 0
-    if BONUS:
+    if ROW.bonus:
         moves = moves | (bend != 0)
     return RowGradient(target_logit, slope, moves, (of_loss[0], peak, factor, bend), key)
 
 
 @gluon.jit
-def _write_row(
-    g_row,
-    width,
-    target,
-    gradient,
-    following,
-    kept,
-    places,
-    KIND: gl.constexpr,
-    BONUS: gl.constexpr,
-    ENTROPY: gl.constexpr,
-    ROW: gl.constexpr,
-):
+def _write_row(g_row, target, gradient, following, kept, places, ROW: gl.constexpr):
     """Write the gradient of a row and start to read the next one in its place: statistics so far, and kept tiles."""
-    TILE: gl.constexpr = ROW.threads * WORDS
-    g_words = g_row.to(gl.pointer_type(gl.int32), bitcast=True) if KIND.is_pair else g_row
+    g_words = g_row.to(gl.pointer_type(gl.int32), bitcast=True) if ROW.kind.is_pair else g_row
     g_words += places.words
     # 1. The gradient of the kept tiles, whose registers are free then.
-    _write_kept(g_words, width, gradient, kept, places, KIND, BONUS, ROW)
-    SLOTS: gl.constexpr = ROW.groups * ROW.per_group
-    kept = _load_tiles(following.words + places.words, places.words, following.limit, KIND, TILE, SLOTS, ROW.kept)
+    _write_kept(g_words, gradient, kept, places, ROW)
+    kept = _load_kept(following, places, ROW)
     # 2. The gradient of each group, and in its place the next row.
-    statistics = _exchange_groups(following, g_words, width, gradient, kept, places, KIND, BONUS, ENTROPY, ROW)
+    statistics = _exchange_groups(following, g_words, gradient, kept, places, ROW)
     # 3. The target's column, without whose own part another thread of its block has written it above: the barrier
     #    orders the two stores. Its logit was loaded before anything was written.
     if gradient.moves:
         thread_barrier()
-        p = _column_gradient(gradient.target_logit, gradient.column_terms, BONUS)
-        out = through_cap(p - gradient.slope, gradient.target_logit, KIND.cap).to(g_row.dtype.element_ty)
+        p = _column_gradient(gradient.target_logit, gradient.column_terms, ROW.bonus)
+        out = through_cap(p - gradient.slope, gradient.target_logit, ROW.kind.cap).to(g_row.dtype.element_ty)
         block = gl.arange(0, ROW.blocks, layout=_one_each(ROW))
-        gl.store(g_row + target + 0 * block, out, mask=block == _owner(target, KIND, ROW))
+        gl.store(g_row + target + 0 * block, out, mask=block == _owner(target, ROW))
     return statistics, kept
 
 
@@ -573,44 +512,40 @@ def single_pass_kernel(
     zero,
     TOKEN_KERNEL: gl.constexpr,
     KL: gl.constexpr,
-    BONUS: gl.constexpr,
-    KIND: gl.constexpr,
-    ENTROPY: gl.constexpr,
     ROW: gl.constexpr,
 ):
     """Each program takes every `num_programs`-th row. Widths and offsets are in 32-bit words, of gradients in columns.
 
-    `fields` are `FieldPointers`, `coefficients` lambda and eta of `terms`, `ROW` is a `Tiling`.
+    `fields` are `FieldPointers`, `coefficients` lambda and eta of `terms`.
     """
-    PAIR: gl.constexpr = 2 if KIND.is_pair else 1  # columns of a word
-    word: gl.constexpr = gl.int32 if KIND.is_pair else logits.dtype.element_ty
-    places = _places(word, ROW)
+    PAIR: gl.constexpr = 2 if ROW.kind.is_pair else 1  # columns of a word
+    word: gl.constexpr = gl.int32 if ROW.kind.is_pair else logits.dtype.element_ty
+    groups, slots, words, group_words = _memory(word, ROW)
     z_words = logits.to(gl.pointer_type(word))
     z_stride = logits_stride // PAIR
     width = columns // PAIR
+    places = Places(groups, slots, words, group_words, width, c)
     of_token = (logits, fields, columns, logits_stride)
     of_loss = (c, numbers, coefficients, grad_scale, zero)
 
     cluster = _cluster(ROW)
     row = gl.program_id(0).to(gl.int64)
     live = gl.load(fields.mask + row) != 0
-    token = _load_token(row, gl.load(targets + row), live, of_token, cluster.rank, KIND, KL, BONUS, ROW)
+    token = _load_token(row, gl.load(targets + row), live, of_token, cluster.rank, KL, ROW)
     first = NextRow(z_words + row * z_stride, live, gl.where(live, width, 0))
-    kept, statistics = _read_first_row(first, places, width, c, KIND, ENTROPY, ROW)
+    kept, statistics = _read_first_row(first, places, ROW)
     while row < rows:
         # What is known of the next row is loaded long before it is needed, so that nothing waits for it.
         after = row + gl.num_programs(0)
         live_after = gl.load(fields.mask + after, mask=after < rows, other=0) != 0
         target = gl.load(targets + after, mask=after < rows, other=0)
-        of_row = (results, rows, row, statistics, cluster, token, live, of_loss)
-        gradient = _finish_row(*of_row, TOKEN_KERNEL, KL, BONUS, ENTROPY, ROW)
+        of_row = (statistics, cluster, token)
+        gradient = _finish_row(results, rows, row, live, of_row, of_loss, TOKEN_KERNEL, KL, ROW)
         cluster = Cluster(cluster.rank, cluster.inbox, gl.where(live, (cluster.turn + 1) % 4, cluster.turn))
         following = NextRow(z_words + after * z_stride, live_after, gl.where(live_after, width, 0))
         g_row = gradients + row * gradients_stride
-        statistics, kept = _write_row(
-            g_row, width, token[0], gradient, following, kept, places, KIND, BONUS, ENTROPY, ROW
-        )
-        token = _load_token(after, target, live_after, of_token, cluster.rank, KIND, KL, BONUS, ROW)
-        statistics = _finish_next_row(statistics, following, places, width, c, KIND, ENTROPY, ROW)
+        statistics, kept = _write_row(g_row, token[0], gradient, following, kept, places, ROW)
+        token = _load_token(after, target, live_after, of_token, cluster.rank, KL, ROW)
+        statistics = _finish_next_row(statistics, following, places, ROW)
         row = after
         live = live_after

@@ -6,7 +6,7 @@ launch that reads the logits.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
-from megatron_pg.kernels.triton.segments import ADVANTAGE, DRIFT, LOG_RATIO, OWN, WEIGHT, sequence_fields
+from megatron_pg.kernels.triton.segments import sequence_fields
 from megatron_pg.kernels.triton.terms import (
     FieldValues,
     KernelTerms,
@@ -23,25 +23,11 @@ from megatron_pg.kernels.triton.terms import (
     loss_terms,
     term_losses,
 )
-from megatron_pg.kernels.triton.tiles import FUSED
-from megatron_pg.kernels.triton.vocab_parallel import log2_scale, reading, row_statistics, store_row
+from megatron_pg.kernels.triton.tiles import FUSED, store_each
+from megatron_pg.kernels.triton.vocab_parallel import OfRows, log2_scale, reading, row_statistics, store_row
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 BLOCK = 256
-
-
-class _PerToken(NamedTuple):
-    """[T] float32 each; None where there is no such term."""
-
-    losses: Tensor  # weighted, of all terms
-    policy: Tensor
-    log_ratios: Tensor
-    slope: Tensor  # derivatives by log π
-    bend: Tensor | None = None  # and by H
-    kl: Tensor | None = None
-    sequence_log_ratios: Tensor | None = None
-    sequence_advantages: Tensor | None = None
-    kept: Tensor | None = None
 
 
 def surrogate_loss(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> PolicyGradientLoss:
@@ -49,19 +35,11 @@ def surrogate_loss(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -
     return PolicyGradientLoss(*_Surrogate.apply(logprobs, entropy, policy_loss))
 
 
-def surrogate_and_slopes(
-    policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor
-) -> tuple[PolicyGradientLoss, tuple[Tensor | None, ...]]:
-    """The same without autograd, and the derivatives of the loss by each log-probability and entropy."""
-    found, *slopes = loss_and_slopes(policy_loss, logprobs, entropy)
-    return found, tuple(slopes)
-
-
 class _Surrogate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logprobs, entropy, policy_loss):
-        found, slope, bend = loss_and_slopes(policy_loss, logprobs, entropy)
-        ctx.save_for_backward(slope, bend)
+        found, slopes = surrogate_and_slopes(policy_loss, logprobs, entropy)
+        ctx.save_for_backward(*slopes)
         return found.for_autograd(ctx)
 
     @staticmethod
@@ -71,102 +49,101 @@ class _Surrogate(torch.autograd.Function):
         return slope * grad_loss, None if bend is None else bend * grad_loss, None
 
 
-def loss_and_slopes(
+def surrogate_and_slopes(
     policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor
-) -> tuple[PolicyGradientLoss, Tensor, Tensor | None]:
-    """The loss and its derivatives by log π and by H, [T] each; None: no term reads the entropy."""
+) -> tuple[PolicyGradientLoss, tuple[Tensor, Tensor | None]]:
+    """The same without autograd, and its derivatives by log π and by H, [T] each; None: no term reads the entropy."""
     terms, known, rows = policy_loss.terms, KernelTerms.of(policy_loss.terms), logprobs.shape[0]
-    sequences, count, of_sequences = None, 0, {"OPSM": False, "ONE_WEIGHT": False}
-    if terms.reads_sequences:
-        sequences, of_sequences = sequence_fields(policy_loss, logprobs)
-        count = sequences.sums.shape[-1]
+    sequences = sequence_fields(policy_loss, logprobs) if terms.reads_sequences else None
+    count = 0 if sequences is None else len(sequences.counts)
     out = torch.empty(len(known.results), rows, dtype=torch.float32, device=logprobs.device)
     if rows:
         read = logprobs, entropy, field_pointers(policy_loss), sequences
         numbers = known.numbers, known.coefficients, known.slope_scale, terms.opsm_threshold or 0.0
-        options = known.constants | {"SEQUENCES": terms.reads_sequences} | of_sequences | FUSED
-        surrogate_kernel[(-(-rows // BLOCK),)](*read, out, rows, count, *numbers, **options, BLOCK=BLOCK)
+        options = known.constants | {"SEQUENCES": terms.reads_sequences, "BLOCK": BLOCK} | FUSED
+        surrogate_kernel[(-(-rows // BLOCK),)](*read, out, rows, count, *numbers, **options)
     return _found(policy_loss, known, logprobs, entropy, out.unbind())
 
 
 def loss_of_rows(
-    logits: Tensor, targets: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary
-) -> tuple[PolicyGradientLoss, tuple[Tensor | None, ...]]:
-    """A loss by token over the vocabulary of one rank, in one launch, and what `launch_gradient` needs of its rows."""
+    logits: Tensor, targets: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, entropy: bool
+) -> tuple[PolicyGradientLoss, OfRows]:
+    """A loss by token over the vocabulary of one rank, in one launch, and what `write_gradient` needs of its rows."""
     known, rows = KernelTerms.of(policy_loss.terms), logits.shape[0]
     out = torch.empty(4 + len(known.results), rows, dtype=torch.float32, device=logits.device)
     sizes = rows, vocabulary.valid, logits.stride(0), log2_scale(vocabulary)
     numbers = known.numbers, known.coefficients, known.slope_scale
     options = reading(logits, vocabulary) | known.constants
     token_loss_kernel[(rows,)](logits, targets, field_pointers(policy_loss), out, *sizes, *numbers, **options)
-    logprobs, entropy, _, _, *values = out.unbind()
-    found, _, bend = _found(policy_loss, known, logprobs, entropy, values)
-    return found, (out, None, None, None, bend)
+    logprobs, entropies, _, _, *values = out.unbind()
+    found, (_, bend) = _found(policy_loss, known, logprobs, entropies, values, has_entropy=entropy)
+    return found, OfRows(out, by_entropies=bend)
 
 
 def _found(
-    policy_loss: PolicyLoss, known: KernelTerms, logprobs: Tensor, entropy: Tensor, values: Sequence[Tensor]
-) -> tuple[PolicyGradientLoss, Tensor, Tensor | None]:
-    """The results of a kernel, by their names."""
-    named: list[Any] = [each if there else None for each, there in zip(values, known.results, strict=True)]
-    found = _PerToken(*named)
-    terms = term_losses(policy_loss, found.kl, entropy)
-    kept = None if found.kept is None else found.kept != 0
-    of_sequences = found.sequence_log_ratios, found.sequence_advantages
+    policy_loss: PolicyLoss,
+    known: KernelTerms,
+    logprobs: Tensor,
+    entropy: Tensor,
+    values: Sequence[Tensor],
+    *,
+    has_entropy: bool = True,
+) -> tuple[PolicyGradientLoss, tuple[Tensor, Tensor | None]]:
+    """The results of a kernel by their names, and the derivatives."""
+    found: dict[Any, Any] = dict(zip(known.results, values, strict=True))
+    kept = found.get("kept")
     loss = PolicyGradientLoss(
-        found.losses.sum(), found.policy, logprobs, found.log_ratios, entropy, terms, kept, *of_sequences
+        found["loss"].sum(),
+        found["policy"],
+        logprobs,
+        found["log_ratio"],
+        entropy if has_entropy else None,
+        term_losses(policy_loss, found.get("kl"), entropy),
+        None if kept is None else kept != 0,
+        found.get("sequence_log_ratio"),
+        found.get("sequence_advantage"),
     )
-    return loss, found.slope, found.bend
+    return loss, (found["slope"], found.get("bend"))
 
 
 @triton.jit
-def _average(sequences, slot, known, count, num_sequences, SUM: tl.constexpr):
+def _average(sums, of_slot):
     """A sum over the token's sequence divided by its trained tokens; 0 where the token has no sequence."""
-    return (tl.load(sequences.sums + SUM * num_sequences + slot, known, 0.0) / count).to(tl.float32)
+    slot, known, count = of_slot
+    return (tl.load(sums + slot, known, 0.0) / count).to(tl.float32)
 
 
 @triton.jit
 def _of_sequences(
-    logprob,
-    values,
-    sequences,
-    results,
-    rows,
-    row,
-    here,
-    live,
-    num_sequences,
-    numbers,
-    opsm_threshold,
-    TOKEN_KERNEL: tl.constexpr,
-    OPSM: tl.constexpr,
-    ONE_WEIGHT: tl.constexpr,
+    logprob, values, sequences, num_sequences, place, numbers, opsm_threshold, TOKEN_KERNEL: tl.constexpr
 ):
-    """Loss, slope and fields of tokens whose objective reads sequences; stores what the sequence says of them."""
+    """Loss, slope and fields of tokens whose objective reads sequences; stores what the sequence says of them.
+
+    `place`: results, their number of rows, and the rows of a block, whether they exist and whether they are trained.
+    """
+    results, rows, row, here, live = place
+    old_logprob, token_advantage, weight, other_logprob, kl_weight, bonus_weight = values
     slot = tl.load(sequences.slots + row, here, num_sequences)
     known = slot < num_sequences
     count = tl.load(sequences.counts + slot, known, 1.0)
-    log_ratio = _average(sequences, slot, known, count, num_sequences, LOG_RATIO)
-    advantage = _average(sequences, slot, known, count, num_sequences, ADVANTAGE)
-    own = _average(sequences, slot, known, count, num_sequences, OWN)
+    of_slot = (slot, known, count)
+    log_ratio = _average(sequences.log_ratios, of_slot)
+    advantage = _average(sequences.advantages, of_slot)
+    own = _average(sequences.owns, of_slot)
     numbers = numbers + (log_ratio, advantage, count.to(tl.float32), own)
-    policy, slope = TOKEN_KERNEL(logprob, values.old_logprob, values.advantage, numbers)
+    policy, slope = TOKEN_KERNEL(logprob, old_logprob, token_advantage, numbers)
     policy = tl.where(live, policy, 0.0)  # a token that is not trained has a sequence, too
     slope = tl.where(live, slope, 0.0)
-    tl.store(results + 6 * rows + row, log_ratio, here)
-    tl.store(results + 7 * rows + row, advantage, here)
-    if OPSM:
-        drift = _average(sequences, slot, known, count, num_sequences, DRIFT)
-        kept = ((values.advantage < 0) & (drift > opsm_threshold)) == 0
+    store_each(results + 6 * rows + row, rows, (log_ratio, advantage), here)
+    if sequences.drifts is not None:
+        drift = _average(sequences.drifts, of_slot)
+        kept = ((token_advantage < 0) & (drift > opsm_threshold)) == 0
         policy = tl.where(kept, policy, 0.0)
         slope = tl.where(kept, slope, 0.0)
         tl.store(results + 8 * rows + row, kept.to(tl.float32), here)
-    if ONE_WEIGHT:
-        weight = tl.where(live, _average(sequences, slot, known, count, num_sequences, WEIGHT), 0.0)
-        values = FieldValues(
-            values.old_logprob, values.advantage, weight, values.other_logprob, values.kl_weight, values.bonus_weight
-        )
-    return policy, slope, values
+    if sequences.weights is not None:
+        weight = tl.where(live, _average(sequences.weights, of_slot), 0.0)
+    return policy, slope, FieldValues(old_logprob, token_advantage, weight, other_logprob, kl_weight, bonus_weight)
 
 
 @triton.jit(do_not_specialize=["rows", "num_sequences"])
@@ -186,11 +163,9 @@ def surrogate_kernel(
     KL: tl.constexpr,
     BONUS: tl.constexpr,
     SEQUENCES: tl.constexpr,
-    OPSM: tl.constexpr,
-    ONE_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Results [9, rows] in the order of `_PerToken`, with slope_scale times the derivatives.
+    """Results [9, rows] in the order of `RESULTS`, with slope_scale times the derivatives.
 
     `fields` are `FieldPointers`, `sequences` `SequencePointers`, `coefficients` lambda and eta of `terms`.
     """
@@ -201,9 +176,9 @@ def surrogate_kernel(
     logprob = tl.load(logprobs + row, live, 0.0)
     entropy = tl.load(entropies + row, live, 0.0) if BONUS else 0.0
     if SEQUENCES:
-        places = (results, rows, row, here, live, num_sequences)
+        place = (results, rows, row, here, live)
         policy, slope, values = _of_sequences(
-            logprob, values, sequences, *places, numbers, opsm_threshold, TOKEN_KERNEL, OPSM, ONE_WEIGHT
+            logprob, values, sequences, num_sequences, place, numbers, opsm_threshold, TOKEN_KERNEL
         )
     else:
         policy, slope = TOKEN_KERNEL(logprob, values.old_logprob, values.advantage, numbers)
@@ -213,13 +188,10 @@ def surrogate_kernel(
 
 @triton.jit
 def _store_loss(result, rows, here, of_token, coefficients, slope_scale, KL: tl.constexpr, BONUS: tl.constexpr):
-    """What `_PerToken` has of tokens without a sequence, each `rows` numbers after the previous one."""
+    """`RESULTS` of tokens without a sequence, each `rows` numbers after the previous one."""
     logprob, entropy, values, policy, slope = of_token
     loss, slope, bend, kl = loss_terms(policy, slope, logprob, entropy, values, coefficients, KL, BONUS)
-    tl.store(result, loss, here)
-    tl.store(result + rows, policy, here)
-    tl.store(result + 2 * rows, logprob - values.old_logprob, here)
-    tl.store(result + 3 * rows, slope * slope_scale, here)
+    store_each(result, rows, (loss, policy, logprob - values.old_logprob, slope * slope_scale), here)
     if BONUS:
         tl.store(result + 4 * rows, bend * slope_scale, here)
     if KL is not None:

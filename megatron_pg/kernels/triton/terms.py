@@ -19,6 +19,9 @@ from megatron_pg.kernels.policy_loss import LossTerms, PolicyLoss
 from megatron_pg.kernels.triton import token_kernels
 from megatron_pg.objectives.interface.token_kernel import MOST_NUMBERS, TokenKernel
 
+# of a token, float32: the weighted loss of all terms, what `PolicyGradientLoss` has, and the derivatives by log π and H
+RESULTS = "loss", "policy", "log_ratio", "slope", "bend", "kl", "sequence_log_ratio", "sequence_advantage", "kept"
+
 
 class KernelTerms(NamedTuple):
     """The terms of a loss with a token kernel, as kernels are launched with them."""
@@ -29,7 +32,7 @@ class KernelTerms(NamedTuple):
     numbers: tuple[float, ...]  # of the token kernel, filled up with zeros
     coefficients: tuple[float, float]  # lambda and eta, 0 for a term that the loss does not have
     slope_scale: float  # of the derivatives
-    results: tuple[bool, ...]  # which of the results of `surrogate` there are, to the last: a view costs the host 1 µs
+    results: tuple[str | None, ...]  # those of `RESULTS` that there are, to the last: a view costs the host 1 µs
 
     @classmethod
     @lru_cache(maxsize=16)  # once per settings, not per launch: a small launch costs less
@@ -44,7 +47,8 @@ class KernelTerms(NamedTuple):
         coefficients = kl.weight if kl else 0.0, bonus.weight if bonus else 0.0
         is_found = [True] * 4 + [bonus is not None, kl is not None]
         is_found += [terms.objective.reads_sequences] * 2 + [terms.opsm_anchor is not None]
-        results = tuple(is_found[: len(is_found) - is_found[::-1].index(True)])
+        results = tuple(name if there else None for name, there in zip(RESULTS, is_found, strict=True))
+        results = results[: len(results) - is_found[::-1].index(True)]
         return cls(kl, bonus, constants, numbers, coefficients, 1.0 / terms.grad_divisor, results)
 
 

@@ -82,6 +82,13 @@ def times(probability, value):
 
 
 @triton.jit
+def no_statistics(SIZE: tl.constexpr):
+    """m, s, t of no column, `SIZE` of each."""
+    zeros = tl.zeros((SIZE,), tl.float32)
+    return tl.full((SIZE,), FLOOR, tl.float32), zeros, zeros
+
+
+@triton.jit
 def accumulate(m, s, t, tiles, c, KIND: tl.constexpr, ENTROPY: tl.constexpr):
     """Adds a tuple of tiles to each thread's statistics; the maximum over all of them is taken first."""
     peak = m
@@ -126,3 +133,10 @@ def logprob_and_entropy(m, s, t, target_logit, c):
     logprob = tl.fma(tl.fma(target_logit, c, -m) - log_sum, LN2, 0.0)
     in_range = (s > 0) & (s < float("inf"))
     return tl.where(in_range, logprob, float("nan")), tl.where(in_range, LN2 * (log_sum - t / s), float("nan"))
+
+
+@triton.jit
+def store_each(at, step, values, here):
+    """Stores a tuple of values from `at` on, each `step` numbers after the previous one."""
+    for k in tl.static_range(len(values)):
+        tl.store(at + k * step, values[k], here)

@@ -2,26 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_pg.declarations.loss_terms import KINDS, LossTerm
+from megatron_pg.declarations.loss_terms import KINDS
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.triton import divergences
 from megatron_pg.kernels.triton.surrogate import surrogate_loss
 from megatron_pg.kernels.triton.tiles import FUSED
-from megatron_pg.kernels.triton.topk_rows import block_of
+from megatron_pg.kernels.triton.topk import block_of
 from megatron_pg.kernels.vocabulary import Vocabulary
-
-
-def constants_of(term: LossTerm) -> dict[str, Any]:
-    """What a kernel is compiled for."""
-    form = getattr(divergences, KINDS[term.kind].function)
-    return {"FORM": form, "NUMBERS": divergences.numbers_of(term.mixture), "TAIL_FLOOR": term.tail_floor}
 
 
 def topk_loss(
@@ -49,11 +42,14 @@ class _Divergences(torch.autograd.Function):
         by_head, by_tail = torch.empty_like(head), torch.empty_like(tail)
         for number, term in enumerate(terms):
             own = policy_loss.fields.of_term(term.name)
-            read = head, tail, ids, teacher.logprobs, teacher.tails, own.mask, own.weights
-            written = weighted[number], values[number], mass[0], by_head, by_tail
-            sizes, factors = (ids.shape[1], vocabulary.size), (term.weight, 1.0 / policy_loss.terms.grad_divisor)
-            options = constants_of(term) | {"FIRST": number == 0} | block_of(ids) | FUSED
-            divergence_kernel[(len(ids),)](*(each.contiguous() for each in read), *written, *sizes, *factors, **options)
+            pairs = (head, tail), (teacher.logprobs, teacher.tails), (own.mask, own.weights)
+            read = (tuple(each.contiguous() for each in pair) for pair in pairs)
+            written = (weighted[number], values[number], mass[0]), (by_head, by_tail)
+            scalars = ids.shape[1], vocabulary.size, term.weight, 1.0 / policy_loss.terms.grad_divisor
+            form, numbers = getattr(divergences, KINDS[term.kind].function), divergences.numbers_of(term.mixture)
+            constants = {"FORM": form, "NUMBERS": numbers, "TAIL_FLOOR": term.tail_floor, "FIRST": number == 0}
+            options = constants | block_of(ids) | FUSED
+            divergence_kernel[(len(ids),)](ids.contiguous(), *read, *written, *scalars, **options)
         ctx.save_for_backward(by_head, by_tail)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(values, mass)
@@ -68,18 +64,12 @@ class _Divergences(torch.autograd.Function):
 
 @triton.jit(do_not_specialize=["K"])
 def divergence_kernel(
-    heads,
-    tails,
     ids,
-    logprobs,
-    teacher_tails,
-    mask,
-    weights,
-    weighted,
-    values,
-    masses,
-    by_heads,
-    by_tails,
+    student,
+    teacher,
+    own,
+    results,
+    slopes,
     K,
     vocab_size,
     coefficient,
@@ -90,27 +80,35 @@ def divergence_kernel(
     FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: the divergence, weighted and not, and slope_scale times its derivatives by log q and log Q_tail."""
+    """One row: the divergence, weighted and not, and slope_scale times its derivatives by log q and log Q_tail.
+
+    Student, teacher and slopes are a number for each id and one for the tail; `own` are the term's mask and weights.
+    """
+    heads, tails = student
+    logprobs, teacher_tails = teacher
+    mask, weights = own
+    weighted, values, masses = results
+    by_heads, by_tails = slopes
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     token = tl.load(ids + row * K + k, k < K, -1)
     named = token >= 0
-    own = tl.load(mask + row) != 0
+    trained = tl.load(mask + row) != 0
     head = tl.load(heads + row * K + k, named, 0.0)
-    exists = named & own
+    exists = named & trained
     log_p = tl.load(logprobs + row * K + k, exists, 0.0).to(tl.float64)
     value, slope = FORM(tl.where(exists, head, 0.0), log_p, NUMBERS)
     divergence = tl.sum(tl.where(exists, value, 0.0), 0)
     of_tail = tl.full([], 0.0, tl.float64)
     if TAIL_FLOOR is not None:
-        has_tail = own & (tl.sum(named.to(tl.int32), 0) < vocab_size)
-        teacher = tl.where(has_tail, tl.load(teacher_tails + row).to(tl.float64), 1.0)
-        teacher = tl.where(teacher < TAIL_FLOOR, TAIL_FLOOR, teacher)  # NaN stays
+        has_tail = trained & (tl.sum(named.to(tl.int32), 0) < vocab_size)
+        of_teacher = tl.where(has_tail, tl.load(teacher_tails + row).to(tl.float64), 1.0)
+        of_teacher = tl.where(of_teacher < TAIL_FLOOR, TAIL_FLOOR, of_teacher)  # NaN stays
         log_q = tl.where(has_tail, tl.load(tails + row), 0.0)
-        value, of_tail = FORM(log_q, tl.log(teacher), NUMBERS)
+        value, of_tail = FORM(log_q, tl.log(of_teacher), NUMBERS)
         divergence += tl.where(has_tail, value, 0.0)
         of_tail = tl.where(has_tail, of_tail, 0.0)
-    weight = coefficient * tl.where(own, tl.load(weights + row).to(tl.float32), 0.0)
+    weight = coefficient * tl.where(trained, tl.load(weights + row).to(tl.float32), 0.0)
     tl.store(values + row, divergence.to(tl.float32))
     tl.store(weighted + row, weight * divergence.to(tl.float32))
     by = (weight * slope_scale).to(tl.float64)

@@ -18,7 +18,6 @@ from typing_extensions import override
 from megatron_pg.kernels.logprobs import RowStatistics
 from megatron_pg.kernels.readers import ALL, R, Reader, Slopes
 from megatron_pg.kernels.triton.tiles import (
-    FLOOR,
     FUSED,
     LN2,
     LOWEST,
@@ -27,13 +26,16 @@ from megatron_pg.kernels.triton.tiles import (
     logprob_and_entropy,
     merge,
     minus_infinity,
+    no_statistics,
     softcapped,
+    store_each,
     through_cap,
 )
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 VECTOR_BYTES = 16  # of one load of one thread
 COMBINE_ROWS = 128
+ENTROPY, PEAK, TOTAL, SLOPE = (tl.constexpr(i) for i in (1, 2, 3, 7))  # in the results of `token_loss_kernel`
 
 
 class Steps(NamedTuple):
@@ -104,21 +106,21 @@ class TritonPlainReader(TritonReader[RowStatistics]):
 
     @override
     def read(self, logits: Tensor, *, may_hide: bool = False) -> RowStatistics:
-        return rows_of(logits, *self._where(ALL), self._vocabulary)
+        if self._vocabulary.ranks > 1:
+            return super().read(logits)
+        return RowStatistics(*statistics(logits, self._where(ALL), self._vocabulary, whole=True).unbind())
 
     @override
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
-        return statistics(z, *self._where(chunk), self._vocabulary)
+        return statistics(z, self._where(chunk), self._vocabulary)
 
     @override
     def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> RowStatistics:
-        return combine(shares, *self._where(chunk), self._vocabulary)
+        return combine(shares, self._where(chunk), self._vocabulary)
 
     @override
     def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: RowStatistics, slopes: Slopes) -> None:
-        by_logprob, by_entropy = slopes
-        by_logprob = torch.zeros_like(rows.logprobs) if by_logprob is None else by_logprob
-        write_gradient(z, out, *self._where(chunk), rows, (by_logprob, by_entropy), self._vocabulary)
+        write_gradient(z, out, self._where(chunk), OfRows.of(rows, slopes), self._vocabulary)
 
 
 def _is_shifted(*matrices: Tensor) -> bool:
@@ -137,28 +139,33 @@ def log2_scale(vocabulary: Vocabulary) -> float:
     return math.log2(math.e) / vocabulary.temperature
 
 
-def rows_of(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> RowStatistics:
-    """[T] each of the whole vocabulary: one launch, or statistics, all-gather and combine over several ranks."""
-    if vocabulary.ranks > 1:
-        return combine(vocabulary.gather(statistics(logits, targets, mask, vocabulary)), targets, mask, vocabulary)
-    out = torch.empty(4, logits.shape[0], dtype=torch.float32, device=logits.device)
-    _read(logits, targets, mask, out, vocabulary, whole=True)
-    return RowStatistics(*out.unbind())
+class Columns(NamedTuple):
+    """The columns of a matrix, for kernels."""
+
+    count: int  # of a row, with padding
+    valid: int  # that are not padding
+    first: int  # global id of the first one
+    size: int  # valid ones of all ranks
+
+    @classmethod
+    def of(cls, vocabulary: Vocabulary, matrix: Tensor) -> "Columns":
+        """Those of the logits on this rank."""
+        return cls(matrix.shape[1], vocabulary.valid, vocabulary.first, vocabulary.size)
 
 
-def statistics(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """[T, 4] float32 of this rank's columns: m, s, t of `tiles`, and the target's logit, 0 if it is not here."""
-    shares = torch.empty(len(logits), 4, dtype=torch.float32, device=logits.device)
-    _read(logits, targets, mask, shares, vocabulary, whole=False)
-    return shares
+Where = tuple[Tensor, Tensor]  # targets [T] and mask [T] of rows, contiguous
 
 
-def _read(
-    logits: Tensor, targets: Tensor, mask: Tensor, results: Tensor, vocabulary: Vocabulary, *, whole: bool
-) -> None:
+def statistics(logits: Tensor, where: Where, vocabulary: Vocabulary, *, whole: bool = False) -> Tensor:
+    """[T, 4] float32 of this rank's columns: m, s, t of `tiles`, and the target's logit, 0 if it is not here.
+
+    With `whole`, for one rank, `RowStatistics` [4, T].
+    """
     rows = logits.shape[0]
+    results = torch.empty((4, rows) if whole else (rows, 4), dtype=torch.float32, device=logits.device)
     sizes = rows, vocabulary.valid, vocabulary.first, logits.stride(0), log2_scale(vocabulary)
-    statistics_kernel[(rows,)](logits, targets, mask, results, *sizes, **reading(logits, vocabulary), WHOLE=whole)
+    statistics_kernel[(rows,)](logits, *where, results, *sizes, **reading(logits, vocabulary), WHOLE=whole)
+    return results
 
 
 def reading(logits: Tensor, vocabulary: Vocabulary) -> dict[str, Any]:
@@ -166,51 +173,49 @@ def reading(logits: Tensor, vocabulary: Vocabulary) -> dict[str, Any]:
     return READ.options(logits, vocabulary.softcap, shifted=_is_shifted(logits))
 
 
-def combine(shares: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> RowStatistics:
+def combine(shares: Tensor, where: Where, vocabulary: Vocabulary) -> RowStatistics:
     """The ranks' shares [tp, T, 4], in rank order, to log-probabilities and entropy of the whole vocabulary."""
     ranks, rows, _ = shares.shape
     out = torch.empty(4, rows, dtype=torch.float32, device=shares.device)
-    combine_kernel[(triton.cdiv(rows, COMBINE_ROWS),)](
-        shares, targets, mask, out, ranks, rows, vocabulary.size, log2_scale(vocabulary), BLOCK=COMBINE_ROWS, **FUSED
-    )
+    sizes, grid = (ranks, rows, vocabulary.size, log2_scale(vocabulary)), (triton.cdiv(rows, COMBINE_ROWS),)
+    combine_kernel[grid](shares, *where, out, *sizes, BLOCK=COMBINE_ROWS, **FUSED)
     return RowStatistics(*out.unbind())
 
 
-def write_gradient(
-    logits: Tensor,
-    gradient: Tensor,
-    targets: Tensor,
-    mask: Tensor,
-    rows: RowStatistics,
-    slopes: tuple[Tensor, Tensor | None],
-    vocabulary: Vocabulary,
-) -> None:
-    """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits.
+class OfRows(NamedTuple):
+    """What `gradient_kernel` reads of rows: tensors, in the kernel pointers."""
 
-    `slopes`: [T] each, by log-probability and by entropy; None: no loss reads the entropy.
-    """
-    by_logprob, by_entropy = slopes
-    by_entropy = None if by_entropy is None else by_entropy.contiguous()
-    of_rows = rows.peaks, rows.totals, rows.entropy, by_logprob.contiguous(), by_entropy, None, None
-    launch_gradient(logits, gradient, targets, mask, of_rows, vocabulary)
+    peaks: Any  # [T]; without `totals` and `factors` the results of `token_loss_kernel`, one pointer instead of four
+    totals: Any = None  # [T], like the next three
+    entropies: Any = None
+    by_logprobs: Any = None
+    by_entropies: Any = None  # None: no loss reads the entropy
+    grad_loss: Any = None  # [] factor of both; None: 1
+    factors: Any = None  # [T, 3] constant, bend and a, instead of all but the peaks
+
+    @classmethod
+    def of(cls, rows: RowStatistics, slopes: Slopes) -> "OfRows":
+        """From a loss's derivatives by log-probability and entropy [T], None: the loss does not read it."""
+        by_logprob, by_entropy = (None if slope is None else slope.contiguous() for slope in slopes)
+        by_logprob = torch.zeros_like(rows.logprobs) if by_logprob is None else by_logprob
+        return cls(rows.peaks, rows.totals, rows.entropy, by_logprob, by_entropy)
 
 
-def launch_gradient(
-    logits: Tensor,
-    gradient: Tensor,
-    targets: Tensor,
-    mask: Tensor,
-    of_rows: tuple[Tensor | None, ...],
-    vocabulary: Vocabulary,
-) -> None:
-    """Launches `gradient_kernel`; `of_rows`: its arguments from `peaks` to `factors`."""
+def write_gradient(logits: Tensor, gradient: Tensor, where: Where, of_rows: OfRows, vocabulary: Vocabulary) -> None:
+    """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits."""
     shifted = _is_shifted(logits, gradient)
-    rows, columns = logits.shape
-    blocks = WRITE.blocks(logits, columns + (words_of(logits) - 1 if shifted else 0))  # words before a row, at most
-    sizes = rows, columns, vocabulary.valid, vocabulary.first, vocabulary.size, blocks
-    scalars = *sizes, logits.stride(0), gradient.stride(0), log2_scale(vocabulary)
+    rows, columns = logits.shape[0], Columns.of(vocabulary, logits)
+    ahead = words_of(logits) - 1 if shifted else 0  # words before a row, at most
+    blocks = WRITE.blocks(logits, columns.count + ahead)
+    sizes = rows, columns, blocks, (logits.stride(0), gradient.stride(0)), log2_scale(vocabulary)
     options = WRITE.options(logits, vocabulary.softcap, shifted=shifted)
-    gradient_kernel[(rows * blocks,)](logits, gradient, targets, mask, *of_rows, *scalars, **options)
+    gradient_kernel[(rows * blocks,)](logits, gradient, *where, of_rows, *sizes, **options)
+
+
+@triton.jit
+def in_tile(WALK: tl.constexpr):
+    """Offsets of the words of a tile."""
+    return tl.arange(0, WALK.threads)[:, None] * WALK.words + tl.arange(0, WALK.words)[None, :]
 
 
 @triton.jit
@@ -259,10 +264,8 @@ def _read_row(m, s, t, z_row, offsets, lead, valid, c, WALK: tl.constexpr):
 def row_statistics(logits, targets, row, live, valid, first, stride, c, WALK: tl.constexpr):
     """m, s, t of a row, those of no column if it is not live; the target's logit, and whether it is a column here."""
     THREADS: tl.constexpr = WALK.threads
-    offsets = tl.arange(0, THREADS)[:, None] * WALK.words + tl.arange(0, WALK.words)[None, :]
-    m = tl.full((THREADS,), FLOOR, tl.float32)
-    s = tl.zeros((THREADS,), tl.float32)
-    t = tl.zeros((THREADS,), tl.float32)
+    offsets = in_tile(WALK)
+    m, s, t = no_statistics(THREADS)
     target_logit = 0.0
     owned = False
     if live:
@@ -292,10 +295,7 @@ def statistics_kernel(
     if WHOLE:
         store_row(results + row, rows, peak, total, shifted, target_logit, c, owned, live, True)
     else:
-        tl.store(results + row * 4, peak)
-        tl.store(results + row * 4 + 1, total)
-        tl.store(results + row * 4 + 2, shifted)
-        tl.store(results + row * 4 + 3, target_logit)
+        store_each(results + row * 4, 1, (peak, total, shifted, target_logit), True)
 
 
 @triton.jit
@@ -304,10 +304,7 @@ def store_row(result, rows, m, s, t, target_logit, c, exists, trained, here):
     logprob, entropy = logprob_and_entropy(m, s, t, target_logit, c)
     logprob = tl.where(trained, tl.where(exists, logprob, float("nan")), 0.0)
     entropy = tl.where(trained, entropy, 0.0)
-    tl.store(result, logprob, here)
-    tl.store(result + rows, entropy, here)
-    tl.store(result + 2 * rows, m, here)
-    tl.store(result + 3 * rows, s, here)
+    store_each(result, rows, (logprob, entropy, m, s), here)
     return logprob, entropy
 
 
@@ -316,15 +313,12 @@ def combine_kernel(shares, targets, mask, results, ranks, rows, vocab_size, c, B
     """The ranks' shares of each row, in rank order, to results [4, rows]: log-probability, entropy, m and s."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = row < rows
-    m = tl.full((BLOCK,), FLOOR, tl.float32)
-    s = tl.zeros((BLOCK,), tl.float32)
-    t = tl.zeros((BLOCK,), tl.float32)
+    m, s, t = no_statistics(BLOCK)
     target_logit = tl.zeros((BLOCK,), tl.float32)
     for rank in range(ranks):
         share = shares + (rank * rows + row) * 4
-        m, s, t = merge(
-            m, s, t, tl.load(share, here, 0.0), tl.load(share + 1, here, 1.0), tl.load(share + 2, here, 0.0)
-        )
+        total = tl.load(share + 1, here, 1.0)
+        m, s, t = merge(m, s, t, tl.load(share, here, 0.0), total, tl.load(share + 2, here, 0.0))
         target_logit += tl.load(share + 3, here, 0.0)  # a sum: a maximum would drop NaN
     target = tl.load(targets + row, here, 0)
     exists = (target >= 0) & (target < vocab_size)
@@ -348,12 +342,12 @@ def slope_of(x, constant, bend, BENDS: tl.constexpr):
 
 
 @triton.jit
-def _tile_gradient(tile, column, target, c, factors, BENDS: tl.constexpr, KIND: tl.constexpr):
+def _tile_gradient(tiles, column, of_row, CAP: tl.constexpr, BENDS: tl.constexpr):
     """`slope_of` the logits, and a more at the target."""
-    peak, constant, bend, a = factors
-    z = softcapped(tile.to(tl.float32), KIND.cap)
+    target, c, peak, constant, bend, a = of_row
+    z = softcapped(tiles[0].to(tl.float32), CAP)
     gradient = slope_of(tl.fma(z, c, -peak), constant, bend, BENDS)
-    return through_cap(tl.where(column == target, gradient + a, gradient), z, KIND.cap)
+    return through_cap(tl.where(column == target, gradient + a, gradient), z, CAP)
 
 
 @triton.jit
@@ -376,107 +370,94 @@ def row_slopes(row, target, c, totals, vocab_size, by_logprobs, by_entropies, gr
 
 
 @triton.jit
-def _write_block(
-    z_row, g_row, column, target, c, of_row, inside, valid, columns, WALK: tl.constexpr, BENDS: tl.constexpr
-):
-    """Writes the gradient of a block's tiles, the first of which has the columns `column`."""
+def write_block(sources, g_row, place, of_row, GRADIENT: tl.constexpr, OPTION: tl.constexpr, WALK: tl.constexpr):
+    """Writes GRADIENT(tiles, column, of_row, ...) of a block's tiles, one from each of the `sources`.
+
+    `place`: columns of the first tile, whether the block is inside the row, its valid columns, and all of them.
+    """
     UNROLL: tl.constexpr = WALK.unroll
-    TOGETHER: tl.constexpr = 1 if WALK.shifted else UNROLL  # where loads are scalar, more would take the registers
+    # more would take the registers, of which scalar loads and two sources need more
+    TOGETHER: tl.constexpr = 1 if WALK.shifted or len(sources) > 1 else UNROLL
     TILE: tl.constexpr = WALK.threads * WALK.words
-    KIND: tl.constexpr = WALK.kind
+    CAP: tl.constexpr = WALK.kind.cap
     dtype: tl.constexpr = g_row.dtype.element_ty
+    column, inside, valid, columns = place
     if inside:
         tiles = ()
         for k in tl.static_range(UNROLL):
-            tiles = tiles + (tl.load(z_row + k * TILE),)
+            tiles = tiles + (_load_tiles(sources, k * TILE, None),)
         for k in tl.static_range(UNROLL):
-            out = _tile_gradient(tiles[k], column + k * TILE, target, c, of_row, BENDS, KIND)
+            out = GRADIENT(tiles[k], column + k * TILE, of_row, CAP, OPTION)
             tl.store(g_row + k * TILE, out.to(dtype))
     else:
         for first_tile in tl.static_range(0, UNROLL, TOGETHER):
             masked = ()
             for k in tl.static_range(first_tile, first_tile + TOGETHER):
                 here = (column + k * TILE >= 0) & (column + k * TILE < valid)
-                masked = masked + (tl.load(z_row + k * TILE, mask=here, other=float("-inf")),)
+                masked = masked + (_load_tiles(sources, k * TILE, here),)
             for k in tl.static_range(first_tile, first_tile + TOGETHER):
                 at = column + k * TILE
-                out = _tile_gradient(masked[k - first_tile], at, target, c, of_row, BENDS, KIND)
+                out = GRADIENT(masked[k - first_tile], at, of_row, CAP, OPTION)
                 out = tl.where((at >= 0) & (at < valid), out, 0.0)
                 tl.store(g_row + k * TILE, out.to(dtype), mask=(at >= 0) & (at < columns))
 
 
 @triton.jit
-def _write_zeros(g_row, column, inside, columns, UNROLL: tl.constexpr):
-    """Writes the gradient of a block of a row that is not read."""
-    TILE: tl.constexpr = column.shape[0] * column.shape[1]
-    zeros = tl.zeros(column.shape, g_row.dtype.element_ty)
-    for k in tl.static_range(UNROLL):
-        at = column + k * TILE
-        if inside:
-            tl.store(g_row + k * TILE, zeros)
+def _load_tiles(sources, at, here):
+    """A tile of each source; `here` None: all of it is there."""
+    tiles = ()
+    for i in tl.static_range(len(sources)):
+        if here is None:
+            tiles = tiles + (tl.load(sources[i] + at),)
         else:
-            tl.store(g_row + k * TILE, zeros, mask=(at >= 0) & (at < columns))
+            tiles = tiles + (tl.load(sources[i] + at, mask=here, other=float("-inf")),)
+    return tiles
+
+
+@triton.jit
+def _no_gradient(tiles, column, of_row, CAP: tl.constexpr, OPTION: tl.constexpr):
+    """Of a row that is not read."""
+    return tl.zeros(column.shape, tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def gradient_kernel(
-    logits,
-    gradients,
-    targets,
-    mask,
-    peaks,
-    totals,
-    entropies,
-    by_logprobs,
-    by_entropies,
-    grad_loss,
-    factors,
-    rows,
-    columns,
-    valid,
-    first,
-    vocab_size,
-    blocks,
-    logits_stride,
-    gradients_stride,
-    c,
-    WALK: tl.constexpr,
-):
+def gradient_kernel(logits, gradients, targets, mask, of_rows, rows, columns, blocks, strides, c, WALK: tl.constexpr):
     """One block of one row: 2^x (constant + bend x) with x = z c - peak, and a more at the target; z are capped.
 
-    Constant, bend and a are factors [rows, 3]; without them they are those of `row_slopes` and `row_factors`. Without
-    `totals`, too, `peaks` are the results of `token_loss_kernel`, one pointer that the host binds instead of four.
+    Without factors in `of_rows`, constant, bend and a are those of `row_slopes` and `row_factors`.
     The last row comes first: `statistics_kernel` read it last, so it may still be in the L2 cache.
     """
     BLOCK: tl.constexpr = WALK.threads * WALK.words * WALK.unroll
+    peaks, totals, entropies, by_logprobs, by_entropies, grad_loss, factors = of_rows
     BENDS: tl.constexpr = factors is not None or by_entropies is not None
     row = (rows - 1 - tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks) * BLOCK
-    offsets = tl.arange(0, WALK.threads)[:, None] * WALK.words + tl.arange(0, WALK.words)[None, :]
+    offsets = in_tile(WALK)
     target = tl.load(targets + row)
     is_read = tl.load(mask + row) != 0
     if factors is None and totals is None:
-        entropies = peaks + rows
-        totals = peaks + 3 * rows
-        by_logprobs = peaks + 7 * rows
-        peaks += 2 * rows
+        entropies = peaks + ENTROPY * rows
+        totals = peaks + TOTAL * rows
+        by_logprobs = peaks + SLOPE * rows
+        peaks += PEAK * rows
     if factors is None:
-        a, e, total = row_slopes(row, target, c, totals, vocab_size, by_logprobs, by_entropies, grad_loss)
+        a, e, total = row_slopes(row, target, c, totals, columns.size, by_logprobs, by_entropies, grad_loss)
         is_read = is_read & ((a != 0) | (e != 0))
-    target -= first
-    z_start, lead = _row_start(row, logits_stride, WALK)
-    g_start, _ = _row_start(row, gradients_stride, WALK)
+    target -= columns.first
+    z_start, lead = _row_start(row, strides[0], WALK)
+    g_start, _ = _row_start(row, strides[1], WALK)
     z_row = logits + z_start + start + offsets
     g_row = gradients + g_start + start + offsets
     column = offsets + (start - lead)  # of the first tile
-    inside = (start >= lead) & (start + BLOCK <= lead + valid)  # then no mask, which no vector may share
+    inside = (start >= lead) & (start + BLOCK <= lead + columns.valid)  # then no mask, which no vector may share
+    place = (column, inside, columns.valid, columns.count)
     if is_read:
         if factors is None:
             constant, bend = row_factors(a, e, tl.load(entropies + row), total)
         else:
             constant, bend = tl.load(factors + row * 3), tl.load(factors + row * 3 + 1)
             a = tl.load(factors + row * 3 + 2)
-        of_row = (column, target, c, (tl.load(peaks + row), constant, bend, a))
-        _write_block(z_row, g_row, *of_row, inside, valid, columns, WALK, BENDS)
+        of_row = (target, c, tl.load(peaks + row), constant, bend, a)
+        write_block((z_row,), g_row, place, of_row, _tile_gradient, BENDS, WALK)
     else:
-        _write_zeros(g_row, column, inside, columns, WALK.unroll)
+        write_block((), g_row, place, (), _no_gradient, None, WALK)

@@ -18,13 +18,12 @@ from megatron_pg.kernels.triton import (
     teacher,
     topk,
     topk_loss,
-    topk_rows,
     vocab_parallel,
 )
 from megatron_pg.lm_head import tiled_product, tiled_reader
 from megatron_pg.lm_head.scaled_exp import kernels as scaled_exp
 
-MODULES = (single_pass, segments, surrogate, topk_loss, topk_rows, topk, loss, vocab_parallel)
+MODULES = (single_pass, segments, surrogate, topk_loss, topk, loss, vocab_parallel)
 MODULES += (sampling_masks, teacher, scaled_exp, tiled_product, tiled_reader)
 NOTHING = ("empty", "empty_like", "new_empty", "detach", "alias", "scalar_tensor")
 

@@ -57,16 +57,18 @@ def _compute(k: SimpleNamespace) -> None:
     assert (k.targets.dtype, mask.dtype, k.results.dtype) == (torch.int64, torch.bool, torch.float32)
     assert (k.results.shape, k.zero) == ((5 + (k.KL is not None), k.rows), 0)
     assert (k.logits_stride, k.gradients_stride) == (k.logits.stride(0), k.gradients.stride(0))
-    assert k.ENTROPY or not k.BONUS
+    assert k.ROW.entropy or not k.ROW.bonus
     targets = k.targets[mask]
     old, advantages, weights, _, other, kl_weights, bonus_weights = (
         None if values is None else values[mask].float() for values in k.fields
     )
     kl_coef, entropy_coef = k.coefficients
-    assert k.KIND.is_pair == (k.logits.dtype == torch.bfloat16)
+    assert k.ROW.kind.is_pair == (k.logits.dtype == torch.bfloat16)
     x = k.logits[mask, : k.columns].float()
     z, cap_slope = (
-        (x, 1.0) if k.KIND.cap is None else (k.KIND.cap * (x / k.KIND.cap).tanh(), (x / k.KIND.cap).cosh() ** -2)
+        (x, 1.0)
+        if k.ROW.kind.cap is None
+        else (k.ROW.kind.cap * (x / k.ROW.kind.cap).tanh(), (x / k.ROW.kind.cap).cosh() ** -2)
     )
     log_p = (z * (k.c * math.log(2))).log_softmax(1)
     exists = (targets >= 0) & (targets < k.columns)
@@ -75,19 +77,19 @@ def _compute(k: SimpleNamespace) -> None:
     entropy = torch.special.entr(log_p.exp()).sum(1)
     policy, slope = kernel_in_torch(k.TOKEN_KERNEL, torch.float32)(logprobs, old, advantages, k.numbers)
     loss, slope = weights * policy, weights * slope
-    results = [policy, loss, logprobs, logprobs - old, entropy if k.ENTROPY else torch.zeros_like(entropy)]
+    results = [policy, loss, logprobs, logprobs - old, entropy if k.ROW.entropy else torch.zeros_like(entropy)]
     if k.KL is not None:
         kl, kl_slope = kernel_in_torch(k.KL, torch.float32)(logprobs, old, other)
         results[1], slope = loss + kl_coef * kl_weights * kl, slope + kl_coef * kl_weights * kl_slope
         results.append(kl)
     slope = torch.where(logprobs.isnan(), torch.nan, slope)
-    if k.BONUS:
+    if k.ROW.bonus:
         results[1] = results[1] - entropy_coef * bonus_weights * entropy
     k.results.zero_()
     k.results[:, mask] = torch.stack(results)
     slope = slope[:, None] * k.grad_scale
     gradient = (-slope * log_p.exp()).scatter_add_(1, at, slope)
-    if k.BONUS:
+    if k.ROW.bonus:
         bonus = entropy_coef * bonus_weights * k.grad_scale
         gradient += bonus[:, None] * torch.where(log_p > -math.inf, log_p.exp() * (log_p + entropy[:, None]), 0)
     k.gradients[:, : k.columns] = 0

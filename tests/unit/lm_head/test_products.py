@@ -49,3 +49,17 @@ def test_a_product_is_cut_along_the_vocabulary_alone(columns, shapes):
     products.add_product(gradient.t(), hidden, of_weight)
     assert (of_weight - 1 - exact.t() @ hidden.double()).abs().max() <= 1e-5
     assert shapes == [(13, 16, n) for n in whole] + [(13, n, 16) for n in whole] + [(n, 13, 16) for n in whole]
+
+
+def test_a_cut_product_has_aligned_rows_while_it_is_made_and_contiguous_ones_afterwards(shapes, monkeypatch):
+    """As for --fp32-lm-head, in parts of 5 of 13 tokens."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(13, 16).bfloat16(), torch.randn(33, 16).bfloat16()
+    strides, multiply = [], products._multiply
+    monkeypatch.setattr(products, "chunk_rows", lambda *_: 5)
+    monkeypatch.setattr(products, "_multiply", lambda a, b, out: (strides.append(out.stride()), multiply(a, b, out)))
+    logits = products.product(hidden, weight.t(), torch.float32)
+    assert logits.is_contiguous()
+    assert (logits - hidden.double() @ weight.double().t()).abs().max() <= 1e-5
+    assert strides == [(40, 1)] * 6
+    assert shapes == [(rows, 16, columns) for rows in (5, 5, 3) for columns in (32, 1)]

@@ -471,7 +471,7 @@ def test_what_launches_the_single_pass_kernel(dtype, upstream, inplace, monkeypa
     straight, same, _ = run(case, make(case))
     assert torch.equal(gradient, same)
     assert torch.equal(out.loss, straight.loss)
-    assert [k["ENTROPY"] for k in launches] == [True, False, True, True]
+    assert [k["ROW"].entropy for k in launches] == [True, False, True, True]
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -506,7 +506,7 @@ def test_every_token_loss_is_one_launch_and_equals_float64(name, columns, full, 
         )
         assert counted == dict.fromkeys(kernels, 1)
         for launch in stubbed:
-            assert (launch["BONUS"], launch["KL"] is not None) == ("entropy_coef" in terms, "kl_coef" in terms)
+            assert (launch["ROW"].bonus, launch["KL"] is not None) == ("entropy_coef" in terms, "kl_coef" in terms)
         for ours, theirs in zip(*found, strict=True):
             assert (ours is None) == (theirs is None)
             if ours is not None:
@@ -662,9 +662,9 @@ def test_sharded_vocabularies_equal_the_whole_one_and_every_rank_has_the_same_bi
         groups = [SimpleNamespace(rank=lambda r=r: r, size=lambda: shards) for r in range(shards)]
         options = {"temperature": case.temperature, "vocab_size": case.columns - case.padding}
         shards_of = [Vocabulary.of(columns, tp_group=group, **options) for group in groups]
-        of_rows = fields["targets"], fields["mask"]
+        where = fields["targets"], fields["mask"]
         pairs = zip(pieces, shards_of, strict=True)
-        shares = torch.stack([vocab_parallel.statistics(piece, *of_rows, shard) for piece, shard in pairs])
+        shares = torch.stack([vocab_parallel.statistics(piece, where, shard) for piece, shard in pairs])
         monkeypatch.setattr(Vocabulary, "gather", lambda *_: shares)  # noqa: B023
         outs, gradients = [], []
         for rank, piece in enumerate(pieces):

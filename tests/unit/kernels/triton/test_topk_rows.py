@@ -12,7 +12,7 @@ from megatron_pg.kernels import Vocabulary, topk
 from megatron_pg.kernels.losses import reader_of
 from megatron_pg.kernels.readers import ALL, read
 from megatron_pg.kernels.topk import TopKReader, TopKRowStatistics, topk_logprobs
-from megatron_pg.kernels.triton import topk_rows
+from megatron_pg.kernels.triton import topk as triton_topk
 from megatron_pg.kernels.triton.topk_loss import topk_loss
 from megatron_pg.kernels.triton.vocab_parallel import log2_scale
 
@@ -87,7 +87,7 @@ def test_distributions_and_coefficients_are_those_of_torch(ranks, size, width, e
     shares = torch.stack([in_log2(each, own[0]) for each in in_nats_])
     expected = topk.combine(in_nats(shares, own[0]), targets, ids, own[0])
     there = [each.to(DEVICE) for each in (targets, mask, ids)]
-    found = topk_rows.combine(shares.to(DEVICE), *there, own[0])
+    found = triton_topk.combine(shares.to(DEVICE), *there, own[0])
     limits = {"head": DOUBLE, "tail": DOUBLE, "tail_totals": DOUBLE}
     for name in ("logprobs", "entropy", "totals", "head", "tail", "tail_totals"):
         ours, theirs = getattr(found, name), getattr(expected, name)
@@ -100,7 +100,7 @@ def test_distributions_and_coefficients_are_those_of_torch(ranks, size, width, e
     known = TopKRowStatistics(*(each.cpu().double() for each in found))
     wanted = topk.coefficients(targets, ids, known, slopes, own[0])
     given = [*(s.float().to(DEVICE) for s in slopes[:2]), *(s.to(DEVICE) for s in slopes[2:])]
-    factors, named = topk_rows.coefficients(*there, found, given, own[0])
+    factors, named = triton_topk.coefficients(*there, found, given, own[0])
     theirs = torch.stack([wanted.outside, wanted.by_x * LN2, wanted.at_target], dim=1)
     assert error(factors[mask], theirs[mask]) <= SINGLE
     assert error(named.cpu()[mask][ids[mask] >= 0], wanted.named[mask][ids[mask] >= 0]) <= SINGLE
