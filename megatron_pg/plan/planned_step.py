@@ -37,6 +37,7 @@ class PlannedStep:
     table: LocalTable | None  # what this rank has contributed to the counts
     batches: Sequence[PackedBatch]
     starts: Sequence[int]  # of each micro-batch, the index of its first sample among all samples of this rank
+    factors: Sequence[TokenFactors]  # of each micro-batch: what is known of its tokens without their weights
     fields: Sequence[dict[str, Tensor]]  # of each micro-batch, from `token_weights`
 
     @classmethod
@@ -89,7 +90,9 @@ class PlannedStep:
             token_weights(batch, plan, start, factors=of_batch, settings=settings) | own
             for batch, start, of_batch, own in zip(batches, starts, factors, ages, strict=True)
         ]
-        return cls(settings=settings, plan=plan, table=table, batches=batches, starts=starts, fields=fields)
+        return cls(
+            settings=settings, plan=plan, table=table, batches=batches, starts=starts, factors=factors, fields=fields
+        )
 
     def slices(
         self, group_of: Callable[[PackedBatch], ProcessGroup | None], device: torch.device | str = "cpu"

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -52,7 +53,8 @@ class CommandLine:
 
 
 @pytest.fixture
-def cli(capsys, tmp_path) -> CommandLine:
+def cli(capsys, tmp_path, monkeypatch) -> CommandLine:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of a user's module: nothing else may appear in the folder
     return CommandLine(capsys, tmp_path)
 
 
