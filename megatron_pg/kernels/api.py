@@ -78,9 +78,7 @@ def grpo_loss(
     )
     fields = (targets, old_logprobs, advantages, weights, mask)
     policy_loss = clipped_surrogate(fields, vocabulary, clip_eps_low, clip_eps_high, grad_divisor)
-    return policy_gradient_loss(
-        logits, policy_loss, vocabulary, grad_scale=grad_scale, entropy=entropy, inplace=inplace, impl=impl
-    )
+    return _of_checked_logits(logits, policy_loss, vocabulary, grad_scale, entropy, inplace, impl)
 
 
 def clipped_surrogate(
@@ -132,8 +130,20 @@ def policy_gradient_loss(  # noqa: D417
     Raises:
         ValueError: invalid shapes, dtypes or options, or a field that a term needs is missing.
     """
-    check_impl(impl)
     check_logits(logits, policy_loss.fields.targets)
+    return _of_checked_logits(logits, policy_loss, vocabulary, grad_scale, entropy, inplace, impl)
+
+
+def _of_checked_logits(
+    logits: Tensor,
+    policy_loss: PolicyLoss,
+    vocabulary: Vocabulary,
+    grad_scale: float,
+    entropy: bool,
+    inplace: bool,
+    impl: str,
+) -> PolicyGradientLoss:
+    check_impl(impl)
     check_loss(logits, policy_loss, grad_scale)
     if policy_loss.terms.whole_form is not None:
         raise ValueError(

@@ -236,7 +236,7 @@ def teacher() -> Iterator[Build]:
         variants.append((forms[2], by.mixture_kernel, mix, "fp32", 1024, cap))
         variants += [(form, by.statistics_kernel, read, "fp32", 1024, cap) for form in forms]
         for form, dtype in itertools.product(forms, ("bf16", "fp32")):
-            variants.append((form, by.gradient_kernel, write, dtype, 640, cap))
+            variants.append((form, by.gradient_kernel, write, dtype, 640 if dtype == "fp32" else 896, cap))
     of_rows = TeacherRowStatistics(*["*fp32"] * len(TeacherRowStatistics._fields))
     columns = Columns(*["i32"] * 4)
     for form, kernel, launched, dtype, threads, cap in variants:
