@@ -17,11 +17,13 @@ from functools import partial
 
 import torch
 import triton
+from full_distillation import KINDS as FULL_KINDS
 from full_distillation import Taught
 from full_distillation import terms_of as full_terms
 from lm_head import Problem, logprobs_only
 from objectives import build, fields_for, ours, variants
 from sampling_masks import with_sampling_mask
+from topk import KINDS as TOPK_KINDS
 from topk import PLAIN, from_hidden, terms_of, with_teacher
 
 from megatron_pg.batch.fields import TokenFields
@@ -66,7 +68,7 @@ def of_logits() -> Iterator[Case]:
     for row, (columns, dtype) in COLUMNS.items():
         for name in ("grpo", "gspo", "grpo + k3 + entropy bonus"):
             yield f"logits, {row}, {name}", partial(from_logits, columns, dtype, every[name])
-    for kind in ("topk_forward_kl", "topk_reverse_kl", "topk_jsd", "topk_generalised_reverse"):
+    for kind in TOPK_KINDS:
         add = partial(with_teacher, width=8)
         yield f"logits, {kind}", partial(from_logits, 4099, torch.bfloat16, terms_of(kind), add)
     for usual, wide in ((1, 3), (64, 2000)):
@@ -98,7 +100,7 @@ def of_heads() -> Iterator[Case]:
     yield "head, odd vocabulary", partial(from_head, "forward", 4099, PLAIN)
     yield "head, recompute, gspo", partial(from_head, "recompute", 4104, gspo)
     for mode in ("forward", "recompute"):
-        for kind in ("full_forward_kl", "full_reverse_kl", "full_jsd"):
+        for kind in FULL_KINDS:
             yield f"head, {mode}, {kind}", partial(taught, kind, mode)
         add = partial(with_sampling_mask, usual=8, wide=200)
         yield f"head, {mode}, sampling mask", partial(from_head, mode, 4096, PLAIN, add)

@@ -58,7 +58,7 @@ def check_sampling_masks(samples: Sequence[Sample], settings: LossSettings) -> N
         ValueError: for the first such token.
     """
     for sample, sampling_mask, mask in members(samples, settings):
-        if settings.head_mode == "scaled_exp" and settings.head_choice is None:
+        if settings.masked_head_mode == "scaled_exp":
             raise ValueError(
                 f"sample {sample.sample_id} has a sampling mask, and --pg-fused-head scaled_exp computes "
                 "log-probabilities over the whole vocabulary only. Use --pg-fused-head forward."

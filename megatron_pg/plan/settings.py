@@ -131,6 +131,12 @@ class LossSettings:
         return replace(self, terms=replace(self.terms, further=further, adaptive_entropy=adaptive))
 
     @property
+    def masked_head_mode(self) -> str | None:
+        """The mode of micro-batches with sampling masks: `auto` takes forward there, because scaled_exp has none."""
+        is_unfit = self.head_choice is not None and self.head_mode == "scaled_exp"
+        return "forward" if is_unfit else self.head_mode
+
+    @property
     def is_critic(self) -> bool:
         """Whether the model is a critic, which gives one value per token."""
         return self.terms.objective.role == "critic"

@@ -117,10 +117,10 @@ def vocabulary_of(
 
 
 def head_of(call: HeadCall, settings: LossSettings, *, has_sampling_mask: bool = False) -> Head:
-    """The options of the fused head for a call of the output layer; with sampling masks `auto` has no scaled_exp."""
-    is_unfit = has_sampling_mask and settings.head_mode == "scaled_exp" and settings.head_choice is not None
+    """The options of the fused head for a call of the output layer."""
+    mode = settings.masked_head_mode if has_sampling_mask else settings.head_mode
     return Head(
-        mode="forward" if is_unfit else settings.head_mode or "forward",
+        mode=mode or "forward",
         backward=settings.head_backward,
         impl=settings.impl,
         sequence_parallel=call.sequence_parallel,

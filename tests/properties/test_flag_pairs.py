@@ -146,7 +146,7 @@ def namespace(given: dict[str, object]) -> argparse.Namespace:
 
 
 def found(given: dict[str, object]) -> tuple:
-    """What the package says: ("refused", rule ids) or ("accepted", mode, flag, ids of what is said)."""
+    """What the package answers: ("refused", rule ids) or ("accepted", mode, flag, ids of its warnings)."""
     args = namespace(given)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
