@@ -16,7 +16,7 @@ MEAN_OF = 10  # steps, of the thick lines
 
 
 class RunFolder:
-    """The run's files, written by one rank. Every line is flushed: a run that dies leaves what it knew.
+    """The run's files, written by one rank. Every line is flushed, so a run that dies leaves complete steps.
 
     Args:
         path: the folder.

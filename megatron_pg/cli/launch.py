@@ -141,7 +141,7 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...], t
     parser = add_arguments(_Parser(prog="the launch", allow_abbrev=False, add_help=False))
     defaults = vars(parser.parse_args([]))
     our_flags = {f"--{name.replace('_', '-')}" for name in defaults}
-    parser._option_string_actions["--loss-aggregation"].choices = None  # rule E3 knows other frameworks' words
+    parser._option_string_actions["--loss-aggregation"].choices = None  # rule E3 has other frameworks' words
     for name, keywords in MEGATRON_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **keywords)
     for action in parser._actions:

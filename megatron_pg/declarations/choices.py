@@ -18,7 +18,7 @@ SEQUENCE_LEVELS = ("sample", "turn")  # what a sequence is, for losses, importan
 DOCS_POLICIES = ("exact", "at_least")
 DOCS_ENDS = ("partial", "stop")
 
-# What denominators count: which units, which of their tokens, and how the banner says it.
+# What denominators count: which units, which of their tokens, and the banner's text.
 DENOMINATORS = {
     "scheduled": ("", "trained", "counts all rollouts and trained tokens, rejected ones too"),
     "live": (" with a trained token", "trained", "counts units with a trained token"),

@@ -176,7 +176,7 @@ def gae(
 
         δ_k = r_k + γ V_{k+1} - V_k,   A_k = δ_k + γλ A_{k+1},   R_k = V_k + A_k with the critic's λ
 
-    A step is a trained token. `masked="skip"`: other tokens take no time. V_{k+1} is the value at the next trained
+    A step is a trained token. `masked="skip"`: other tokens are not steps. V_{k+1} is the value at the next trained
     token, and a masked token's reward belongs to the step before it. `masked="pass"`: masked tokens are steps, too.
 
     Args:
@@ -187,7 +187,7 @@ def gae(
         gamma: γ, from 0 to 1.
         next_value: V after the last token: 0 if the response ended, the critic's value if it was truncated.
         lam: λ, from 0 to 1.
-        alpha: in the place of `lam`, λ = max(0, 1 - 1/(alpha·l)) for a trajectory of l steps.
+        alpha: instead of `lam`, λ = max(0, 1 - 1/(alpha·l)) for a trajectory of l steps.
         critic_lam: the critic's λ, 1 in VAPO; None: the policy's.
         masked: skip or pass.
 

@@ -1,4 +1,4 @@
-"""One training sequence: prompt and response tokens, and what reinforcement learning knows about the response.
+"""One training sequence: prompt and response tokens, and what reinforcement learning records about the response.
 
 Everything is checked here, at the door, so that nothing later has to.
 """
@@ -58,7 +58,7 @@ _PLAIN_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 class Sample:
     """One training sequence, whole, on the CPU. Response-aligned fields have one entry per response token (R).
 
-    Values at masked tokens are arbitrary, NaN included: they are selected away. At trained tokens they must be finite.
+    Values at masked tokens are ignored and may be arbitrary, NaN included. At trained tokens they must be finite.
 
     Raises:
         ValueError: shapes, dtypes or lengths disagree, the mask is not 0/1, or a trained token has a value that is
@@ -200,7 +200,7 @@ class Sample:
                 is an integer, or R of them.
 
         Raises:
-            ValueError: a value has no meaning as its field, or `Sample` refuses it.
+            ValueError: a value is not valid for its field, or `Sample` refuses it.
         """
         _check_names(rest)
         names = (rest.get(name) for name in ("sample_id", "rollout_id", "prompt_id"))

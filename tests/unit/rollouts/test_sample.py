@@ -381,7 +381,8 @@ def test_a_sample_of_another_term_needs_only_what_that_reads(file, tmp_path):
     ids=str,
 )
 def test_an_older_version_lacks_a_field(file, tmp_path, fields, version):
-    with pytest.raises(RolloutFileError, match=rf":2: field '\w+' is of version {version} and the header says 1"):
+    message = rf":2: field '\w+' needs version {version}, and the header has version 1\."
+    with pytest.raises(RolloutFileError, match=message):
         read_rollouts(file(HEADER, RECORD | fields))
     (sample,) = read_rollouts(file(HEADER | {"version": version}, RECORD | fields))
     if fields != {"masks": {}}:
@@ -406,7 +407,7 @@ def test_version_2_has_the_names_of_its_time(file, old, new, value):
     assert read(2, old) == read(3, new) == value
     with pytest.raises(RolloutFileError, match=rf"unknown field '{old}'; did you mean {new}\?"):
         read(3, old)
-    with pytest.raises(RolloutFileError, match=f"field '{new}' is of version 3 and the header says 2"):
+    with pytest.raises(RolloutFileError, match=f"field '{new}' needs version 3, and the header has version 2\\."):
         read(2, new)
 
 
