@@ -167,7 +167,8 @@ def role_violations(facts: Facts) -> Violations:
         yield from number(str(VALUE_CLIP.flag), clip, VALUE_CLIP.low, VALUE_CLIP.high, VALUE_CLIP.requirement)
     if not facts.is_critic:
         if clip is not None:
-            yield f"E45 {VALUE_CLIP.flag} {clip} has no effect on a policy; remove it, or add --pg-role critic"
+            critic = "train a critic (--pg-role critic)"
+            yield f"E45 {VALUE_CLIP.flag} {clip} has no effect on a policy; remove it, or {critic}"
         return
     for name, default in DEFAULTS.items():
         value = vars(args)[name]
