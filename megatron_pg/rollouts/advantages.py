@@ -50,6 +50,7 @@ RULES = {
     "max_rl": AdvantageRule("(R - mean)/mean, rewards 0 or 1", "MaxRL, arXiv 2602.02710", _max_rl, is_binary=True),
     "reward": AdvantageRule("R", "REINFORCE", list, is_relative=False),
 }
+_OF_PAPERS = {"grpo": "group_norm", "dr_grpo": "group_mean", "drgrpo": "group_mean", "reinforce": "reward"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ def group_advantages(
             one rollout, or the rule is unknown or not defined for the rewards.
     """
     if rule not in RULES:
-        raise ValueError(f"rule={shorten(rule)} is none of {', '.join(RULES)}, so no advantage is defined. Choose one.")
+        hint = f" Did you mean {_OF_PAPERS[rule]}?" if rule in _OF_PAPERS else ""
+        raise ValueError(f"rule={shorten(rule)} is not one of {', '.join(RULES)}. Choose one.{hint}")
     values = [plain(reward) for reward in rewards]
     prompts = _ids("prompt_ids", prompt_ids, len(values))
     rollouts = list(range(len(values))) if rollout_ids is None else _ids("rollout_ids", rollout_ids, len(values))
@@ -118,7 +120,7 @@ def _of_group(rule: str, prompt: Id, group: dict[Id, float]) -> dict[Id, float]:
     rewards = list(group.values())
     if RULES[rule].is_relative and len(group) < 2:
         raise ValueError(
-            f"prompt {shorten(prompt)} has one rollout, and {rule} compares several. Sample more, or use reward."
+            f"prompt {shorten(prompt)} has one rollout, and {rule} compares several. Sample more, or use rule='reward'."
         )
     if RULES[rule].is_binary and (graded := [reward for reward in rewards if reward not in (0.0, 1.0)]):
         raise ValueError(

@@ -112,8 +112,8 @@ class Sample:
                 _check_values(name, values, mask, self.sample_id)
             elif self.term == POLICY and name not in OPTIONAL and self.returns is None:
                 raise ValueError(
-                    f"sample {self.sample_id} has no {name}, which the objective needs. Give them, or set the sample's "
-                    "loss term to one that a --pg-term declares."
+                    f"sample {self.sample_id} has no {'advantage' if name == 'advantages' else name}, which the "
+                    "objective needs. Give it, or set term to the NAME of a --pg-term."
                 )
         for name, payload in PAYLOADS.items():
             if (record := getattr(self, name)) is not None:

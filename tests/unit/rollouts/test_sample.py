@@ -237,7 +237,7 @@ NOT_FINITE = "at response token 1, which is trained"
         ({"masks": {"echo": [1, 0, 1]}}, "masks['echo'] of sample s has 3 entries for 2 response tokens"),
         ({"masks": {"echo": [0.5, 0]}}, "masks['echo'] of sample s must be 0 or 1, got 0.5"),
         ({"old_logprobs": None}, "has no old_logprobs, which the objective needs"),
-        ({"advantage": None}, "has no advantages, which the objective needs"),
+        ({"advantage": None}, "has no advantage, which the objective needs. Give it, or set term to the NAME"),
         ({"teacher_logprobs": [-1.0, 2.0], "loss_mask": [1, 1]}, "teacher_logprobs of sample s reach 2"),
         ({"old_entropies": [0.5, -0.7], "loss_mask": [1, 1]}, "old_entropies of sample s go down to -0.7. Entropies"),
         ({"old_entropies": [0.5], "loss_mask": [1, 1]}, "old_entropies of sample s has 1 entries for 2 response"),
