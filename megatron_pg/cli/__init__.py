@@ -149,7 +149,7 @@ def _parser(name: str | None, *more: Callable[[argparse.ArgumentParser], object]
         if subcommand == name:
             for add in (module_of(subcommand).add_options, *more):
                 add(sub)
-            sub.add_argument("--json", action="store_true", help="one JSON document instead of text")
+            sub.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     return parser
 
 

@@ -133,8 +133,8 @@ def _term_rows(facts: Facts) -> Rows:
         yield "MTP", _prediction_text(args, depths)
     if args.pg_grad_divisor != 1:
         divisor = f"{args.pg_grad_divisor:.12g}"
-        same = f"with Adam the same without it: --clip-grad and --adam-eps times {divisor}"
-        yield "gradient", f"divided by {divisor}, the loss is not; {same}  (--pg-grad-divisor)"
+        same = f"with Adam, --clip-grad and --adam-eps times {divisor} instead are the same"
+        yield "gradient", f"divided by {divisor}, unlike the loss; {same}  (--pg-grad-divisor)"
 
 
 def _prediction_text(args: argparse.Namespace, depths: int) -> str:

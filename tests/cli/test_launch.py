@@ -54,7 +54,7 @@ def test_weights_of_every_aggregation_with_and_without_a_rejection(cli, mode):
     words = "explain", chosen, "--pg-correction icepop --pg-denominator kept", step
     rejected = cli.json(*words)
     assert rejected["factors"]["denominator"] == denominator
-    assert rejected["factors"]["N_r"].startswith("of 512 rollouts those with a kept token")
+    assert rejected["factors"]["N_r"].startswith("the rollouts with a kept token among 512, one sample each")
     assert (rejected["sizes"]["N_r"], rejected["sizes"]["K"]) == (None, 32)
     assert "without rejected tokens" in cli.done(*words)
     for each in (said, rejected):
@@ -88,7 +88,7 @@ def test_only_units_with_a_trained_token_count_under_live(cli):
 
 def test_samples_of_other_terms_are_no_rollouts_of_the_objective(cli):
     with_sft = cli.json("explain", EXAMPLE, "--world-size 8 --pg-term sft:ce")
-    assert with_sft["factors"]["N_r"].startswith("of 512 rollouts those of the objective, one sample each")
+    assert with_sft["factors"]["N_r"].startswith("the rollouts of the objective among 512, one sample each")
     assert with_sft["factors"]["denominator"] == "N_r·L = N_r·8192, N_r rollouts of the step"
     assert with_sft["weights_unit"] == "1/N_r"
     with_teacher = cli.json("explain", EXAMPLE, "--world-size 8 --pg-term teacher:opd,on=rl")
