@@ -71,7 +71,7 @@ class Sample:
     advantages: Tensor | None = None  # [R] float64; None, as old_logprobs, only in loss terms that do not read it
     term: str = POLICY  # the objective, or the name of a `--pg-term`
     masks: Mapping[str, Tensor] = field(default_factory=dict)  # [R] bool, tokens that further loss terms train
-    sample_id: str = "?"  # its name in error messages
+    sample_id: str = "without id"  # its name in error messages
     prompt_id: Id | None = None  # samples of one prompt share it
     rollout_id: Id | None = None  # samples of one trajectory share it
     rollout_logprobs: Tensor | None = None  # [R] float64, nats, as the rollout engine reported them
@@ -204,7 +204,7 @@ class Sample:
         """
         _check_names(rest)
         names = (rest.get(name) for name in ("sample_id", "rollout_id", "prompt_id"))
-        label = rest["sample_id"] = _label(next((name for name in names if name is not None), "?"))
+        label = rest["sample_id"] = _label(next((name for name in names if name is not None), "without id"))
         if not is_int(length := plain(response_length)) or abs(length) >= 2**62:
             raise ValueError(
                 f"response_length={shorten(length)} of sample {label} is not a length, so prompt and response "

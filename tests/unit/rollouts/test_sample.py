@@ -108,7 +108,7 @@ def test_an_unusual_line_is_read(file, fields):
 
 def test_token_ids_are_not_rounded_and_numbers_of_numpy_are_numbers():
     fields = {"response_length": 1, "loss_mask": [1], "old_logprobs": [-1.0]}
-    with pytest.raises(ValueError, match=r"tokens of sample \? are fractions, and none may be rounded"):
+    with pytest.raises(ValueError, match=r"tokens of sample without id are fractions, and none may be rounded"):
         Sample.build(tokens=[1.9, 2.0], advantage=1.0, **fields)
     assert Sample.build(tokens=[1, 2], advantage=np.float32(0.5), **fields).advantages.tolist() == [0.5]
 
