@@ -10,7 +10,7 @@ from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.table import switch_rules, word_rules
 from megatron_pg.flags.values import number
 
-KERNEL = "bfloat16 on compute capability 9.0 with Triton 3.6 or 3.8"  # that scaled_exp was run with
+KERNEL = "bfloat16 on compute capability 9.0 with Triton 3.6 to 3.9"  # that scaled_exp was run with
 
 
 def chosen_head(facts: Facts, *, reads_sequences: bool = False, has_kernel: bool = True) -> tuple[str, str]:

@@ -51,7 +51,7 @@ BAD = {  # row, status and a part of the advice: which probe, what it found, and
     "torch: fail: repair the CUDA driver": ("torch", TORCH, "RuntimeError: CUDA driver"),
     "torch: note: is this a GPU machine": ("torch", TORCH | {"capability": None, "devices": [], "nccl": True}, None),
     "device and kernel: fail: --pg-kernel torch": ("triton", {}, "No module named 'triton'"),
-    "device and kernel: note: ": ("triton", {"version": "3.9.0"}, None),  # not tried
+    "device and kernel: note: ": ("triton", {"version": "3.10.0"}, None),  # not tried
     "megatron-core: fail: uninstall transformer-engine": ("megatron", {}, META),
     "megatron-core: fail: install megatron-core": ("megatron", {}, "No module named 'megatron'"),
     "megatron-core: fail: 0.16 or later": ("megatron", {"version": "0.14.0"}, None),

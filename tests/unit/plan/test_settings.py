@@ -15,7 +15,7 @@ from megatron_pg.kernels import device
 from megatron_pg.kernels.triton.loss import path_on
 from megatron_pg.plan.settings import LossSettings, agreed
 
-KERNEL = "the GPU or dtype: scaled_exp needs bfloat16 on compute capability 9.0 with Triton 3.6 or 3.8"
+KERNEL = "the GPU or dtype: scaled_exp needs bfloat16 on compute capability 9.0 with Triton 3.6 to 3.9"
 SEQUENCES = "gspo", "gspo_token", "topr", "vespo", "gmpo"
 FASTEST = "its speed; forward for micro-batches with sampling masks"
 TEACHER = "teacher:topk_forward_kl"
