@@ -12,6 +12,7 @@ Megatron does; the others return a bfloat16 one. Memory is the peak beyond input
 
 import argparse
 import json
+import math
 import os
 import statistics
 import warnings
@@ -28,6 +29,18 @@ from megatron_pg.kernels import grpo_loss
 
 HIDDEN, VOCABULARY = 4096, 151936
 OTHERS = ("Liger fused linear cross-entropy", "cut-cross-entropy")  # losses of other libraries
+LABELS = {  # of the picture
+    "ours": "--pg-fused-head forward",
+    "ours, entropy": "forward, with entropies",
+    "ours, 50 % masked": "forward, 50 % masked",
+    "ours, split backward": "forward, --fp32-lm-head-backward split",
+    "ours, recompute": "--pg-fused-head recompute",
+    "float32 logits stored, then the kernel": "--fp32-lm-head",
+    "torch, bfloat16 logits": "PyTorch, bfloat16 logits",
+    "torch, upcast to float32": "PyTorch, upcast to float32",
+    "Liger fused linear cross-entropy": "Liger 0.8.5, cross-entropy (no policy loss)",
+    "cut-cross-entropy": "cut-cross-entropy (no policy loss)",
+}
 CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
 GIB = 2**30
 
@@ -376,6 +389,11 @@ def table(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def _color(name: str) -> str:
+    """Blue for ours, orange for PyTorch, grey for other libraries' losses."""
+    return "#9aa5b1" if name in OTHERS else "#e08214" if name.startswith("torch") else "#1f77b4"
+
+
 def plot(result: dict, path: Path) -> None:
     """Time and memory of each variant, as bars."""
     import matplotlib
@@ -386,19 +404,26 @@ def plot(result: dict, path: Path) -> None:
     names = [name for name, time in result["milliseconds"].items() if time is not None]
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 0.4 * len(names) + 1.2), sharey=True)
     times = [result["milliseconds"][name] / result["bare_ms"] for name in names]
-    for axis, values, label in (
-        (axes[0], times, "time relative to three bfloat16 GEMMs (cut at 5)"),
-        (axes[1], [result["peak_gib"][name] for name in names], "peak memory, GiB"),
+    for axis, values, cut, label in (
+        (axes[0], times, 5, "time / time of three bfloat16 GEMMs (bar with ≈: cut at 5)"),
+        (
+            axes[1],
+            [result["peak_gib"][name] for name in names],
+            math.inf,
+            "peak memory beyond inputs and main_grad, GiB",
+        ),
     ):
-        colors = ["#9aa5b1" if name in OTHERS else "#1f77b4" for name in names]
-        bars = axis.barh(range(len(names)), [min(v, 5) for v in values] if axis is axes[0] else values, color=colors)
-        axis.bar_label(bars, [f"{v:.2f}" for v in values], fontsize=8, padding=2)
+        bars = axis.barh(range(len(names)), [min(v, cut) for v in values], color=[_color(name) for name in names])
+        texts = axis.bar_label(bars, [f"{v:.2f}" for v in values], fontsize=8, padding=4)
+        for text in texts:
+            text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+        for place in (i for i, v in enumerate(values) if v > cut):
+            axis.text(cut - 0.4, place, "≈", color="white", fontsize=16, rotation=90, ha="center", va="center")
         axis.set_xlabel(label)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].axvline(1, color="black", linewidth=0.8)
     axes[0].invert_yaxis()
-    labels = [f"{name} (no policy loss)" if name in OTHERS else name for name in names]
-    axes[0].set_yticks(range(len(names)), labels)
+    axes[0].set_yticks(range(len(names)), [LABELS.get(name, name) for name in names])
     shape = f"{result['rows']:,} tokens, H = {HIDDEN}, {VOCABULARY:,} columns"
     figure.suptitle(f"LM head, loss and both gradients: {shape}, {result['device']}", fontsize=11)
     figure.tight_layout()

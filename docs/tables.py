@@ -112,15 +112,15 @@ ONLY_WITH = {
     "entropy": "with an entropy term only",
     "adaptive_entropy": "with `--pg-entropy-target` only",
     "mtp": "with `--mtp-num-layers` only",
-    "sequence": "with an objective of whole sequences only (gspo, gspo_token, topr, vespo, gmpo, your own)",
-    "correction": "with a correction only, but for those of the whole step",
-    "selection": "with a correction of the whole step only (m2po, clip_cov, kl_cov, top_entropy)",
+    "sequence": "with a sequence-level objective only (gspo, gspo_token, topr, vespo, gmpo, custom)",
+    "correction": "with a correction only, except token selections",
+    "selection": "with a token selection only (m2po, clip_cov, kl_cov, top_entropy)",
     "kl_cov": "with `--pg-correction kl_cov` only",
     "clip": "not with objectives that have no bounds",
     "sampling_mask_missing": "with `--pg-sampling-mask-missing mask` only",
 }
 DIVIDED_BY = {
-    "mean": "documents",
+    "mean": "over samples",
     "sum": "none",
     "all": "none",
     "total": "none",
@@ -212,7 +212,7 @@ def _flag_row(action: argparse.Action) -> tuple[str, str, str]:
 
 
 def metrics() -> str:
-    """What every metric is; those that say the same, of several ages, are one row."""
+    """What every metric is; metrics with the same text, one for each age, share a row."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, *rest in (_metric_row(m) for m in METRICS if m.is_reported):
         rows.setdefault(tuple(rest), []).append(name)

@@ -26,7 +26,7 @@ from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import head_violations, head_warnings
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
 from megatron_pg.flags.objective import objective_violations, objective_warnings, role_violations, weight_violations
-from megatron_pg.flags.spelling import add_moved_arguments
+from megatron_pg.flags.spelling import add_hints, add_moved_arguments
 from megatron_pg.flags.table import DEFAULTS, add_flags, switch_rules, word_rules
 from megatron_pg.flags.terms import sampling_mask_violations, term_violations
 from megatron_pg.flags.values import number
@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """
     add_flags(parser)
     add_moved_arguments(parser)
+    add_hints(parser, [flag_of(name) for name in DEFAULTS])
     return parser
 
 

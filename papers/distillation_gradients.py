@@ -98,10 +98,10 @@ def draw(rows: list[Row], folder: Path) -> None:
     figure.set_size_inches(8.4, 3.6)
     places = np.arange(len(rows))
     ax.barh(places + 0.19, [row.on_policy for row in rows], 0.36, color="#2471a3", label="on-policy")
-    ax.barh(places - 0.19, [row.off_policy for row in rows], 0.36, color="#a9cce3", label="tokens of an older policy")
+    ax.barh(places - 0.19, [row.off_policy for row in rows], 0.36, color="#a9cce3", label="off-policy (older policy)")
     ax.set_yticks(places, [row.form for row in rows], fontsize=8)
     ax.invert_yaxis()
-    ax.set(xlabel="|E[gradient] − ∇KL(π‖π_T)| / |∇KL(π‖π_T)|")
+    ax.set(xlabel="error |E[gradient] − ∇KL(π‖π_T)| / |∇KL(π‖π_T)|; no bar: 0")
     ax.legend(frameon=False, fontsize=8)
     show.save(figure, folder, "distillation_gradients.png")
 

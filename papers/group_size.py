@@ -111,7 +111,7 @@ def draw(rows: list[Row], folder: Path) -> None:
     for name in ("constant", "prompt_mean"):
         means, errors = ([getattr(row, name + end) for row in rows] for end in ("", "_error"))
         ax.errorbar(sizes, means, 2 * np.array(errors), fmt="o", color=show.COLORS[name], markersize=4, capsize=3)
-    ax.set(xscale="log", xlabel="group size G", ylabel="gradient by the stop logit", ylim=(0, None))
+    ax.set(xscale="log", xlabel="group size G", ylabel="gradient of the stop logit", ylim=(0, None))
     ax.set_xticks(sizes, [str(g) for g in sizes], minor=False)
     ax.minorticks_off()
     ax.legend(frameon=False, loc="lower right")

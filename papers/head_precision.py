@@ -93,10 +93,10 @@ def measure(tokens: int, vocabulary: int = 4096, hidden: int = 512) -> list[Row]
 def draw(rows: list[Row], folder: Path) -> None:
     """Spread and clip fraction of each pair."""
     figure, (left, right) = show.panels(2)
-    names = [f"{row.trainer} /\n{row.engine}" for row in rows]
+    names = [f"trainer: {row.trainer}\nengine: {row.engine}" for row in rows]
     colors = ["#222222", "#1e8449", "#b9770e", "#c0392b", "#c0392b"]
     left.barh(names, [row.ratio_spread for row in rows], color=colors)
-    left.set(xlabel="standard deviation of the ratio at step 0")
+    left.set(xlabel="standard deviation of the first step's ratio")
     right.barh(names, [100 * row.clipped for row in rows], color=colors)
     right.set(xlabel=f"% of tokens clipped at ε = {CLIP_EPS:g}", yticklabels=[])
     for ax in (left, right):

@@ -85,6 +85,14 @@ def measure() -> list[Row]:
     ]
 
 
+LABELS = {
+    "plain": "plain, on-policy",
+    "weighted": "weighted, on-policy",
+    "plain_off_policy": "plain, off-policy",
+    "weighted_off_policy": "weighted, off-policy",
+}
+
+
 def draw(rows: list[Row], folder: Path) -> None:
     """Errors of the expected gradients relative to the size of the true one."""
     figure, (ax,) = show.panels(1)
@@ -96,11 +104,11 @@ def draw(rows: list[Row], folder: Path) -> None:
     }
     for k, (name, color) in enumerate(columns.items()):
         places = np.arange(len(rows)) + 0.2 * (k - 1.5)
-        ax.bar(places, [getattr(row, name) for row in rows], 0.18, color=color, label=name.replace("_", " "))
+        ax.bar(places, [getattr(row, name) for row in rows], 0.18, color=color, label=LABELS[name])
     ax.axhline(float(true_gradient().norm()), color=show.COLORS["truth"], linestyle="--", linewidth=1)
     ax.text(3.45, float(true_gradient().norm()), "size of the true gradient", ha="right", va="bottom", fontsize=8)
     ax.set_xticks(range(len(rows)), [row.kind for row in rows])
-    ax.set(ylabel="|E[gradient] − ∇KL|")
+    ax.set(ylabel="|E[gradient] − ∇KL|; no bar: 0")
     ax.legend(frameon=False, fontsize=8)
     show.save(figure, folder, "kl_gradients.png")
 

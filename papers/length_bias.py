@@ -88,15 +88,20 @@ def draw(rows: list[Row], paths: dict[str, list[float]], folder: Path) -> None:
         style = {"truth": "--", "constant": "-", "sample_mean": "-"}[name]
         left.plot(lengths, [getattr(row, name) for row in rows], style, color=show.COLORS[name], label=name)
     left.axhline(0, color="#999999", linewidth=0.8)
-    left.set(xlabel="mean response length 1/p", ylabel="gradient by the stop logit", title="above 0: stop earlier")
+    left.set(
+        xlabel="mean response length 1/p, tokens",
+        ylabel="gradient of the stop logit",
+        title="above 0: responses get shorter",
+    )
     left.legend(frameon=False)
     for name, path in paths.items():
-        right.plot([geometric.expected_reward(p) for p in path], color=show.COLORS[name], label=f"{name}: reward")
+        right.plot([geometric.expected_reward(p) for p in path], color=show.COLORS[name], label=name)
         end = (len(path) - 1, geometric.expected_reward(path[-1]))
         right.annotate(f"length {1 / path[-1]:.1f}", end, (0, 5), textcoords="offset points", ha="right")
     right.set(
         xlabel="update", ylim=(0.33, 0.53), ylabel="expected reward", title=f"both start at length {1 / path[0]:.0f}"
     )
+    right.xaxis.get_major_locator().set_params(integer=True)
     right.legend(frameon=False)
     show.save(figure, folder, "length_bias.png")
 

@@ -1,4 +1,4 @@
-"""docs/design.md: the factor at each arrow between S and the gradient, under both contracts.
+"""docs/design.md: the factor at each arrow between S and the gradient, under both loss scalings.
 
 PYTHONPATH=papers python docs/pictures/dataflow.py
 """
@@ -12,6 +12,7 @@ from megatron_pg.step.loss_scaling import LossScaling
 
 D, C, K = 2, 2, 4
 Q = K * D * C
+END = "gradient\nof ΣS"
 
 
 def stations(*, per_token: bool) -> list[tuple[str, float]]:
@@ -38,20 +39,25 @@ def stations(*, per_token: bool) -> list[tuple[str, float]]:
 def main(folder: Path = show.PICTURES) -> None:
     """Draw both rows of stations."""
     figure, (ax,) = show.panels(1)
-    figure.set_size_inches(10, 3.4)
+    figure.set_size_inches(11, 3.4)
     for row, per_token in enumerate((False, True)):
         steps = stations(per_token=per_token)
         height = -2.2 * row
         ax.text(-0.75, height + 0.95, f"--calculate-per-token-loss {'on' if per_token else 'off'}", fontsize=10)
-        for k, (label, factor) in enumerate(steps):
-            style = {"boxstyle": "round,pad=0.4", "facecolor": "#eef3f7", "edgecolor": "#2471a3"}
-            ax.text(2.6 * k, height, label, ha="center", va="center", fontsize=9, bbox=style)
-            if k < len(steps) - 1:
-                ax.annotate("", (2.6 * k + 1.75, height), (2.6 * k + 0.95, height), arrowprops={"arrowstyle": "->"})
-                ax.text(2.6 * k + 1.35, height + 0.3, f"× {factor:g}", ha="center", fontsize=9, color="#c0392b")
-        ax.text(2.6 * 4 + 1.2, height, f"× {steps[-1][1]:g}\n= ΣS", va="center", fontsize=10, color="#1e8449")
-    ax.text(-0.75, -3.35, f"factors for D = {D} data-parallel, C = {C} context-parallel ranks, K = {K}", fontsize=8)
-    ax.set(xlim=(-1.0, 12.6), ylim=(-3.6, 1.3))
+        style = {"boxstyle": "round,pad=0.4", "facecolor": "#eef3f7", "edgecolor": "#2471a3"}
+        final = style | {"facecolor": "#e8f5ec", "edgecolor": "#1e8449"}
+        boxes = [
+            ax.text(2.6 * k, height, label, ha="center", va="center", fontsize=9, bbox=final if label == END else style)
+            for k, label in enumerate([label for label, _ in steps] + [END])
+        ]
+        for k, (_, factor) in enumerate(steps):
+            ends = {"patchA": boxes[k].get_bbox_patch(), "patchB": boxes[k + 1].get_bbox_patch()}
+            arrow = {"arrowstyle": "->", "shrinkA": 2, "shrinkB": 2, **ends}
+            ax.annotate("", (2.6 * (k + 1), height), (2.6 * k, height), arrowprops=arrow)
+            ax.text(2.6 * k + 1.3, height + 0.18, f"× {factor:g}", ha="center", fontsize=9, color="#c0392b")
+    text = f"red: the factor that S carries, with D = {D} data-parallel ranks, C = {C} context-parallel ranks, K = {K}"
+    ax.text(-0.75, -3.35, f"{text} micro-batches", fontsize=9)
+    ax.set(xlim=(-1.0, 13.9), ylim=(-3.6, 1.3))
     ax.axis("off")
     show.save(figure, folder, "dataflow.png")
 

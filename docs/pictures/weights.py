@@ -40,13 +40,15 @@ def main(folder: Path = show.PICTURES) -> None:
         for answer, (weight, share) in enumerate(zip(per_token, shares(per_token), strict=True)):
             color, alpha = show.COLORS[case[0]], 0.4 if answer == 0 else 1.0
             height = 2 * k + 0.8 * answer
-            left.barh(height, weight, 0.75, color=color, alpha=alpha)
-            left.text(weight * 1.15, height, f"{weight:.2g}", va="center", fontsize=8)
+            left.plot(weight, height, "o", color=color, alpha=alpha, markersize=8)  # a log axis has no 0 for bars
+            left.text(weight * 1.3, height, f"{LENGTHS[answer]} tokens: {weight:.2g}", va="center", fontsize=8)
             right.barh(height, 100 * share, 0.75, color=color, alpha=alpha)
             right.text(100 * share + 1, height, f"{LENGTHS[answer]} tokens: {share:.0%}", va="center", fontsize=8)
     left.set_yticks([2 * k + 0.4 for k in range(len(CASES))], CASES, fontsize=8)
-    left.set(xscale="log", xlim=(5e-5, 0.4), xlabel="weight of one token")
-    right.set(xlim=(0, 135), yticks=[], xlabel="% of the step's weight on the whole answer")
+    left.set(xscale="log", xlim=(5e-5, 0.9), xlabel="weight of one token")
+    left.grid(axis="x", alpha=0.3)
+    right.set(xlim=(0, 135), xticks=range(0, 101, 20), yticks=[], xlabel="weight of the whole answer, % of the step")
+    right.spines["bottom"].set_bounds(0, 100)
     for ax in (left, right):
         ax.invert_yaxis()
     show.save(figure, folder, "weights.png")

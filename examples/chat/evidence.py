@@ -298,8 +298,9 @@ def draw(found: dict[str, dict[str, dict]], experiment: str, path: Path) -> None
             axis.plot(range(1, len(curve) + 1), curve, color=color, linewidth=0.6, alpha=0.6)
         if curves:
             mean = [sum(at) / len(at) for at in zip(*curves, strict=True)]
-            axis.plot(range(1, len(mean) + 1), mean, color=color, linewidth=1.8, label=f"{arm} ({len(curves)})")
-    axis.set(xlabel="optimizer step", ylabel="mean reward", ylim=(-0.02, 1.02), title=f"{experiment} (seeds)")
+            axis.plot(range(1, len(mean) + 1), mean, color=color, linewidth=1.8, label=f"{arm} ({len(curves)} seeds)")
+    axis.set(xlabel="optimizer step", ylabel="mean reward of the rollouts", ylim=(-0.02, 1.02))
+    axis.set_title(f"{experiment}: mean over seeds (thick), each seed (thin)", fontsize=11)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     figure.tight_layout()

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -11,9 +12,11 @@ from pathlib import Path
 from megatron_pg import RolloutWriter, Sample, read_rollouts
 from megatron_pg.metrics.file import MetricsFile, free_name
 
+MEAN_OF = 10  # steps, of the thick lines
+
 
 class RunFolder:
-    """The run's files, written by one rank. Every line is flushed: a run that dies leaves what it knew.
+    """The run's files, written by one rank. Every line is flushed, so a run that dies leaves complete steps.
 
     Args:
         path: the folder.
@@ -127,7 +130,7 @@ def _clock(seconds: float) -> str:
 
 def draw(path: Path) -> None:
     """curves.png from metrics.jsonl: reward, exact match, response length, and pg_loss or the distance from the
-    teacher."""
+    teacher; thin lines are single steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -149,8 +152,13 @@ def draw(path: Path) -> None:
         points = [(r["iteration"], r[name]) for r in grpo if r.get(name) is not None]
         axis.set_title(title, fontsize=10)
         axis.grid(alpha=0.3)
-        if points:
-            axis.plot(*zip(*points, strict=True), marker="o" if len(points) < 20 else None, markersize=4, linewidth=1.5)
+        if points and len(points) < 20:
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.5)
+        elif points:  # every step, and the mean of the last MEAN_OF
+            steps, values = zip(*points, strict=True)
+            axis.plot(steps, values, color="tab:blue", linewidth=0.8, alpha=0.4)
+            means = [statistics.fmean(values[max(k - MEAN_OF + 1, 0) : k + 1]) for k in range(len(values))]
+            axis.plot(steps, means, color="tab:blue", linewidth=1.8)
         if name in ("reward", "exact_match"):
             axis.set_ylim(0, 1)
         if name in ("pg_loss", "teacher/mean"):
@@ -158,8 +166,11 @@ def draw(path: Path) -> None:
     for axis in axes[1]:
         axis.set_xlabel("optimizer step")
     arguments = json.loads((path / "arguments.json").read_text(encoding="utf-8"))
-    title = f"GRPO, --task {arguments.get('task', 'digit_sort')}, --loss-aggregation {arguments['loss_aggregation']}"
-    figure.suptitle(title, fontsize=12)
+    loss = f"GRPO, --loss-aggregation {arguments['loss_aggregation']}"
+    if arguments.get("pg_term"):
+        loss = " ".join(f"--pg-term {term}" for term in arguments["pg_term"])
+    title = f"--task {arguments.get('task', 'digit_sort')}; {loss}\nthin: each step, thick: mean of {MEAN_OF} steps"
+    figure.suptitle(title, fontsize=11)
     figure.tight_layout()
     figure.savefig(path / "curves.png", dpi=110)
     plt.close(figure)

@@ -1,4 +1,4 @@
-"""Steps and their micro-batches: samples laid out as Megatron wants them, and this rank's slice of them."""
+"""Steps and their micro-batches: samples laid out as Megatron requires, and this rank's slice of them."""
 
 from megatron_pg.batch.context_ranks import ContextRanks
 from megatron_pg.batch.fields import TokenFields

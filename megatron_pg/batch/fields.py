@@ -61,12 +61,12 @@ class TokenFields:
 
     @property
     def topk(self) -> TopK:
-        """The teacher's top-k tokens, for who knows that a term reads them."""
+        """The teacher's top-k tokens, for callers that checked that a term reads them."""
         return cast(TopK, self.teacher_topk)
 
     @property
     def hidden(self) -> TeacherStates:
-        """The teacher's hidden states, for who knows that a term reads them."""
+        """The teacher's hidden states, for callers that checked that a term reads them."""
         return cast(TeacherStates, self.teacher_hidden)
 
     def of_term(self, name: str) -> TermRows:

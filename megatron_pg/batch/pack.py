@@ -1,4 +1,4 @@
-"""One micro-batch, whole: samples laid out as Megatron wants them.
+"""One micro-batch, whole: samples laid out as Megatron requires.
 
 Two layouts: thd (one row, samples one after the other) and bshd (one padded row per sample). Everything is laid
 out at full length first, and labels are shifted inside each sample; context parallelism slices afterwards (`slicing`).

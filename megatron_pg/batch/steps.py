@@ -20,7 +20,7 @@ def cut_steps(samples: Sequence[Sample], *, samples_per_step: int) -> list[list[
 
     Raises:
         ValueError: samples are left over, or a prompt group or rollout would lie in two steps, so that neither step
-            would know its denominator.
+            could compute its denominator.
     """
     if samples_per_step < 1 or len(samples) % samples_per_step:
         raise ValueError(

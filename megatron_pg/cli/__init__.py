@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_pg import __version__
-from megatron_pg.cli.terminal import InputError, OutputError, output_taken
+from megatron_pg.cli.terminal import InputError, OutputError, argument_message, output_taken
 from megatron_pg.rollouts.lines import RolloutFileError
 from megatron_pg.rollouts.printable import printable, reason_of
 
@@ -51,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser that reports an error as every subcommand does: one line, exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} ({self.prog} --help shows the options)")
+        raise InputError(f"{argument_message(message)} {self.prog} --help shows the options.")
 
     def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
         """Print help or version; argparse would ignore a standard output that cannot be written."""
@@ -149,7 +149,7 @@ def _parser(name: str | None, *more: Callable[[argparse.ArgumentParser], object]
         if subcommand == name:
             for add in (module_of(subcommand).add_options, *more):
                 add(sub)
-            sub.add_argument("--json", action="store_true", help="one JSON document instead of text")
+            sub.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     return parser
 
 

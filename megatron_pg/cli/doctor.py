@@ -1,4 +1,4 @@
-"""`megatron-pg doctor`: what is installed, which contract and kernels apply, what would fail and why.
+"""`megatron-pg doctor`: what is installed, which loss scaling and kernels apply, what would fail and why.
 
 Each package is imported in a separate process. Exit code 0: everything that is required works; 1: something fails.
 """
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         say(f"  {finding.status:<4}  {finding.name:<{width}}  {finding.found}")
         if finding.fix:
             say(f"  {'':<4}  {'':<{width}}  → {finding.fix}")
-    say("something that is required fails" if failed else "everything that is required works")
+    say("a required check failed" if failed else "all required checks passed")
     return int(failed)
 
 
@@ -153,22 +153,22 @@ def _core(probe: Probe) -> list[Finding]:
         (str(version).startswith(tuple(f"{release}." for release in TRIED)), "ok", version),
         (True, "note", version, f"tested with {', '.join(TRIED)}; run the tests"),
     )
-    return [core] if version is None else [core, *(_contract(probe, *row) for row in CONTRACTS)]
+    return [core] if version is None else [core, *(_scaling(probe, *row) for row in SCALINGS)]
 
 
-CONTRACTS = (  # docs/design.md: a schedule's results for a loss of 1 and a count of 3
+SCALINGS = (  # docs/design.md: a schedule's results for a loss of 1 and a count of 3
     ("off", "per_microbatch", [0.5, 0.0], "(K·D·S, report): the schedule multiplies by C and divides by K"),
     ("on", "per_token", [1.0, 3.0], "(Q·S, n, report): the schedule does not scale, finalize divides by Σ n"),
 )
 
 
-def _contract(probe: Probe, flag: str, key: str, expected: list[float], text: str) -> Finding:
+def _scaling(probe: Probe, flag: str, key: str, expected: list[float], text: str) -> Finding:
     """Compare the schedule of this release with docs/design.md."""
     results = probe.facts.get(key)
     fix = "gradients would have the wrong scale: use a release of docs/parallelism.md"
     return _first(
-        f"contract, flag {flag}",
-        (results is None, "note", f"not checked: {probe.facts.get('contract_error') or probe.error}"),
+        f"loss scaling, flag {flag}",
+        (results is None, "note", f"not checked: {probe.facts.get('scaling_error') or probe.error}"),
         (results == expected, "ok", f"{text} (tested on this release's schedule)"),
         (True, "fail", f"a loss of 1 became {results}, not {expected} (K 4, C 2)", fix),
     )
@@ -180,8 +180,8 @@ def _training(probe: Probe) -> Finding:
     return _first(
         "megatron.training",
         ("pretrain_hook" not in facts, "note", error, fix),
-        (facts.get("pretrain_hook"), "ok", "flags enter by pretrain(extra_args_provider=)"),
-        (facts.get("parse_hook"), "ok", "flags enter by parse_and_validate_args(extra_args_provider=)"),
+        (facts.get("pretrain_hook"), "ok", "takes our flags by pretrain(extra_args_provider=)"),
+        (facts.get("parse_hook"), "ok", "takes our flags by parse_and_validate_args(extra_args_provider=)"),
         (True, "fail", "has no known way to take our flags", "use a release of docs/parallelism.md"),
     )
 

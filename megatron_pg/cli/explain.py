@@ -129,7 +129,7 @@ def _rollouts_text(args: argparse.Namespace, layout: Layout) -> str:
     if layout.batch is None:
         return f"rollouts of the step{counted}, counted at its start; their number is not fixed"
     those = f"{' of the objective' if _has_other_samples(args) else ''}{counted}"
-    rollouts = f"of {layout.batch} rollouts those{those}" if those else f"{layout.batch} rollouts"
+    rollouts = f"the rollouts{those} among {layout.batch}" if those else f"{layout.batch} rollouts"
     return f"{rollouts}, one sample each; counted again in every step"
 
 

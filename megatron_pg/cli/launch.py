@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from megatron_pg.args import add_arguments, own_arguments
 from megatron_pg.cli.command_line import read_command_line
-from megatron_pg.cli.terminal import InputError, show_path
+from megatron_pg.cli.terminal import InputError, argument_message, show_path
 from megatron_pg.flags.megatron import ARGUMENTS, MEGATRON_FLAGS
 from megatron_pg.flags.spelling import meant_flags
 from megatron_pg.rollouts.printable import listed, printable, shorten
@@ -38,7 +38,7 @@ class Launch:
     def unread(self) -> str:
         """The flags of other parsers, as a row of text; empty if there are none."""
         flags = dict.fromkeys(word.partition("=")[0] for word in self.others if word.startswith("-"))
-        return f"{listed(flags)}; for a flag of another framework, see docs/migrating.md" if flags else ""
+        return f"{listed(flags)}; docs/migrating.md translates flags of other frameworks" if flags else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,14 @@ class Layout:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}. Correct the flag; megatron-pg explain --help lists the flags of megatron_pg.")
+        raise InputError(f"{argument_message(message)} megatron-pg explain --help lists the flags.")
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommands that take a launch, and the flags of megatron_pg in their help."""
     parser.usage = f"{parser.prog} [options] [--args-file FILE] [flags of the job]"
     parser.add_argument(
-        "--world-size", type=int, metavar="N", help="number of ranks, if torchrun's options do not say it"
+        "--world-size", type=int, metavar="N", help="number of ranks, if torchrun's options do not give it"
     )
     args_file = (
         "text with the command line of the job, as a dry run or `set -x` prints it; - is standard input. Flags on this "
@@ -72,9 +72,9 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     shown = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
     flags = add_arguments(shown).format_help().partition("\n")[2].strip()
     parser.epilog = (
-        "For a launch script, let the job itself print its command line:\n  MEGATRON_PG_DRY_RUN=1 bash launch.sh | "
-        f"{parser.prog} --args-file -\n  {parser.prog} --loss-aggregation constant --loss-aggregation-divisor "
-        f"8192\n\nflags of megatron_pg:\n  {flags}"
+        f"examples, with flags, and with the command line that a launch script prints:\n  {parser.prog} "
+        "--loss-aggregation constant --loss-aggregation-divisor 8192\n  MEGATRON_PG_DRY_RUN=1 bash launch.sh | "
+        f"{parser.prog} --args-file -\n\nflags of megatron_pg:\n  {flags}"
     )
 
 
@@ -141,7 +141,7 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...], t
     parser = add_arguments(_Parser(prog="the launch", allow_abbrev=False, add_help=False))
     defaults = vars(parser.parse_args([]))
     our_flags = {f"--{name.replace('_', '-')}" for name in defaults}
-    parser._option_string_actions["--loss-aggregation"].choices = None  # rule E3 knows other frameworks' words
+    parser._option_string_actions["--loss-aggregation"].choices = None  # rule E3 has other frameworks' words
     for name, keywords in MEGATRON_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **keywords)
     for action in parser._actions:

@@ -38,7 +38,7 @@ def megatron_facts() -> None:
     try:
         _tell(per_microbatch=_scaled(per_token=False), per_token=_scaled(per_token=True))
     except Exception as error:  # another signature
-        _tell(contract_error=f"{type(error).__name__}: {error}")
+        _tell(scaling_error=f"{type(error).__name__}: {error}")
     try:
         training = import_module("megatron.training.training")
         arguments = import_module("megatron.training.arguments")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron_pg.declarations.declaration import one_of
 from megatron_pg.rollouts.lines import RolloutWriteError
 from megatron_pg.rollouts.printable import printable, reason_of, show_path
 
@@ -24,6 +26,20 @@ class InputError(ValueError):
 
 class OutputError(Exception):
     """Standard output cannot be written; the cause is the system's error."""
+
+
+def argument_message(message: str) -> str:
+    """An error of argparse in the form of our messages: the flag, the value, and what is accepted."""
+    if match := re.fullmatch(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL):
+        flag, value, choices = match.groups()
+        names = one_of(value, choices.replace("'", "").split(", "))
+        return f"{flag} {value!r} is not one of {names}{'' if names.endswith('?') else '.'}"
+    if match := re.fullmatch(r"argument (\S+): invalid (int|float) value: (.*)", message, re.DOTALL):
+        flag, kind, value = match.groups()
+        return f"{flag} {value} is not a {'whole number' if kind == 'int' else 'number'}."
+    message = re.sub(r"^argument (\S+): (?=')", r"\1 ", message)  # a value in quotes
+    message = re.sub(r"^argument (\S+): expected (.*)", r"\1 has no value, expected \2", message)
+    return message.removeprefix("argument ").removesuffix(".") + "."
 
 
 def say(text: str) -> None:

@@ -18,16 +18,20 @@ SEQUENCE_LEVELS = ("sample", "turn")  # what a sequence is, for losses, importan
 DOCS_POLICIES = ("exact", "at_least")
 DOCS_ENDS = ("partial", "stop")
 
-# What denominators count: which units, which of their tokens, and how the banner says it.
+# What denominators count: which rollouts and groups, which of their tokens, and the banner's text.
 DENOMINATORS = {
     "scheduled": ("", "trained", "counts all rollouts and trained tokens, rejected ones too"),
-    "live": (" with a trained token", "trained", "counts units with a trained token"),
+    "live": (" with a trained token", "trained", "counts only rollouts and prompt groups with a trained token"),
     "varied": (
         " of groups whose rewards differ",
         "trained",
         "leaves out prompt groups whose rewards are all equal, as if they were not in the step",
     ),
-    "kept": (" with a kept token", "kept", "counts units and tokens that the correction does not reject"),
+    "kept": (
+        " with a kept token",
+        "kept",
+        "counts only tokens that the correction does not reject, and rollouts and groups with such a token",
+    ),
 }
 
 # The positional arguments of a custom function.

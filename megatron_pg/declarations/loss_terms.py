@@ -137,7 +137,7 @@ class LossTerm:
 
     @property
     def flag(self) -> str:
-        """The flag that asks for it."""
+        """The flag that adds it."""
         return SHORTHANDS.get(self.name) or f"--pg-term {self.name}:{self.kind}"
 
     @property

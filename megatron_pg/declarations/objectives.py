@@ -195,6 +195,13 @@ ELSEWHERE = {
     "ppo": "grpo",
     "ppo_clip": "grpo",
     "vanilla": "grpo",
+    "dapo": "grpo with --pg-clip-eps-high 0.28",
+    "dr_grpo": "grpo with --loss-aggregation constant",
+    "gpg": "reinforce",
+    "geo_mean": "gmpo",
+    "luspo": "gspo with --loss-aggregation constant --loss-aggregation-divisor 1",
+    "clip_cov": "grpo with --pg-correction clip_cov",
+    "kl_cov": "reinforce_is with --pg-correction kl_cov",
     "rloo": "reinforce",
     "dppo": "dppo_tv or dppo_kl",
     "two_sided": "dual_clip,cap=…, the same loss",  # removed in 0.3.0

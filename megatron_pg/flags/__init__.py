@@ -1,1 +1,1 @@
-"""The command line: flags, the rules that check them, and the banner that says what they mean. Needs no torch."""
+"""The command line: flags, the rules that check them, and the banner that explains them. Needs no torch."""

@@ -18,7 +18,7 @@ from megatron_pg.flags.values import choice, is_finite
 
 
 def reconcile(args: argparse.Namespace) -> list[str]:
-    """Make `token_mean` and the per-token flag, two names of one objective, agree (R1, R2); say what changed.
+    """Make `token_mean` and the per-token flag, two names of one aggregation, agree (R1, R2); return what changed.
 
     An aggregation that was not given (None) becomes the default, which the per-token flag decides.
     """
@@ -70,7 +70,10 @@ def _divisor_rules(facts: Facts) -> Violations:
         fix = "; write it without quotes" if isinstance(divisor, str) else ""
         yield f"{rule} --loss-aggregation-divisor must be a number, got {divisor!r}{fix}"
     elif not is_usable_divisor(divisor):
-        yield f"E8 --loss-aggregation-divisor must be finite and > 0, got {divisor}; 1/L must be a normal float32, too"
+        yield (
+            f"E8 --loss-aggregation-divisor must be finite and > 0, got {divisor} (and 1/L a normal float32); give a "
+            "number of tokens"
+        )
     if facts.reducer_path is not None:
         yield (
             "E10 --loss-aggregation-divisor has no effect with --custom-pg-loss-reducer-function-path (the reducer "
@@ -105,7 +108,7 @@ def _path(flag: str, path: Any, parameters: tuple[str, ...]) -> Violations:
 
 
 def aggregation_warnings(facts: Facts) -> list[str]:
-    """W1 and W2: what a user's own reducer does, and takes precedence over."""
+    """W1 and W2: what a custom reducer computes, and which flag it takes precedence over."""
     if facts.reducer_path is None:
         return []
     messages = []
@@ -119,7 +122,7 @@ def aggregation_warnings(facts: Facts) -> list[str]:
 
 
 def objective_source_warnings(facts: Facts) -> list[str]:
-    """W9: which file a user's own objective comes from."""
+    """W9: which file a custom objective comes from."""
     if facts.custom_objective is None:
         return []
     return [f"W9 ℓ is the objective {_path_with_source(str(facts.custom_objective.name), OBJECTIVE_PARAMETERS)}"]

@@ -126,15 +126,15 @@ def _term_rows(facts: Facts) -> Rows:
         yield "u", f"{_auxiliary_weights(facts)}  (--pg-aux-aggregation {args.pg_aux_aggregation})"
     yield from (_term_row(term) for term in facts.further if term.name not in SHORTHANDS)
     if args.pg_sampling_mask_entropy != "full":
-        yield "entropies", "over what could be sampled, where samples say it  (--pg-sampling-mask-entropy kept)"
+        yield "entropies", "over the sampling mask, for tokens that have one  (--pg-sampling-mask-entropy kept)"
     if args.pg_sampling_mask_missing != "error":
-        yield "sampling mask", "trained tokens that it does not hold are masked  (--pg-sampling-mask-missing mask)"
+        yield "sampling mask", "trained tokens outside it are masked  (--pg-sampling-mask-missing mask)"
     if depths := vars(args).get("mtp_num_layers"):
         yield "MTP", _prediction_text(args, depths)
     if args.pg_grad_divisor != 1:
         divisor = f"{args.pg_grad_divisor:.12g}"
-        same = f"with Adam the same without it: --clip-grad and --adam-eps times {divisor}"
-        yield "gradient", f"divided by {divisor}, the loss is not; {same}  (--pg-grad-divisor)"
+        same = f"with Adam, --clip-grad and --adam-eps times {divisor} instead are the same"
+        yield "gradient", f"divided by {divisor}, unlike the loss; {same}  (--pg-grad-divisor)"
 
 
 def _prediction_text(args: argparse.Namespace, depths: int) -> str:
@@ -200,7 +200,7 @@ def _documents_rows(args: argparse.Namespace) -> Rows:
     if args.docs_per_step:
         policy, end = args.docs_per_step_policy or "exact", args.docs_per_step_end or "partial"
         amount = f"{'' if policy == 'exact' else 'at least '}{args.docs_per_step} documents"
-        last = "the last step may have fewer" if end == "partial" else "too few for a last step are left"
+        last = "the last step may have fewer" if end == "partial" else "too few documents for a last step are dropped"
         yield "step", f"{amount}, {last}  (--docs-per-step, -policy {policy}, -end {end})"
 
 

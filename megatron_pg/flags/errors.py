@@ -24,7 +24,7 @@ def page_of(rule: str) -> str | None:
 
 
 class ArgumentError(ValueError):
-    """The arguments contradict each other or cannot work. `violations` holds (id, message) pairs."""
+    """Arguments break one or more rules. `violations` holds (rule, message) pairs."""
 
     def __init__(self, violations: list[tuple[str, str]]):
         self.violations = [(rule, printable(message, limit=None)) for rule, message in violations]
@@ -38,7 +38,7 @@ class ArgumentError(ValueError):
 
 
 class ArgumentNotice(UserWarning):
-    """An argument was reconciled with another one (R1, R2)."""
+    """An argument was changed to agree with another one (R1, R2)."""
 
 
 class ArgumentWarning(UserWarning):

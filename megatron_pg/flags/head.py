@@ -14,10 +14,10 @@ KERNEL = "bfloat16 on compute capability 9.0 with Triton 3.6 to 3.9"  # that sca
 
 
 def chosen_head(facts: Facts, *, reads_sequences: bool = False, has_kernel: bool = True) -> tuple[str, str]:
-    """The mode of --pg-fused-head without one, the first of this table with a reason, and what the banner says of it.
+    """The mode of --pg-fused-head without one, the first of this table with a reason, and the reason for the banner.
 
-    Only a process that trains knows whether a custom objective reads whole sequences, and whether it has what `KERNEL`
-    says. Only samples have sampling masks: a micro-batch with some takes forward instead of scaled_exp.
+    Only a process that trains can determine whether a custom objective reads whole sequences, and whether `KERNEL`
+    applies. Only samples have sampling masks: a micro-batch with some takes forward instead of scaled_exp.
     """
     custom = ["the custom objective"] if reads_sequences else []
     gpu = [] if has_kernel else [f"the GPU or dtype: scaled_exp needs {KERNEL}"]

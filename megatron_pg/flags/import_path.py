@@ -60,7 +60,8 @@ def load_function(path: str, parameters: tuple[str, ...]) -> Callable:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
-        raise ImportFailedError(f"cannot be imported: {type(error).__name__}: {error}") from error
+        hint = "; put its folder on PYTHONPATH of every rank" if isinstance(error, ModuleNotFoundError) else ""
+        raise ImportFailedError(f"cannot be imported: {type(error).__name__}: {error}{hint}") from error
     try:
         function = getattr(module, attribute)
     except AttributeError:

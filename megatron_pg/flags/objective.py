@@ -77,8 +77,10 @@ def _objective_rules(facts: Facts) -> Violations:
     if facts.objective is None:
         return
     for declared in (CLIP_EPS_LOW, CLIP_EPS_HIGH):
-        if vars(args)[declared.attribute] is not None and declared not in facts.objective.numbers:
-            yield f"E40 {declared.flag} has no effect with {chosen}; remove it"
+        if (value := vars(args)[declared.attribute]) is not None and declared not in facts.objective.numbers:
+            is_cap = declared is CLIP_EPS_HIGH and CLIP_EPS_LOW in facts.objective.numbers and are_numbers(value)
+            instead = f", or write it as cap={1 + value:g}" if is_cap else ""  # of cispo
+            yield f"E40 {declared.flag} {value} has no effect with {chosen}; remove it{instead}"
 
 
 def _correction_rules(facts: Facts) -> Violations:
@@ -165,7 +167,8 @@ def role_violations(facts: Facts) -> Violations:
         yield from number(str(VALUE_CLIP.flag), clip, VALUE_CLIP.low, VALUE_CLIP.high, VALUE_CLIP.requirement)
     if not facts.is_critic:
         if clip is not None:
-            yield f"E45 {VALUE_CLIP.flag} {clip} has no effect on a policy; remove it, or train a critic"
+            critic = "train a critic (--pg-role critic)"
+            yield f"E45 {VALUE_CLIP.flag} {clip} has no effect on a policy; remove it, or {critic}"
         return
     for name, default in DEFAULTS.items():
         value = vars(args)[name]

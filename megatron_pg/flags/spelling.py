@@ -7,9 +7,10 @@ import argparse
 import difflib
 import re
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NoReturn
 
-from megatron_pg.declarations.declaration import flag_of
+from megatron_pg.declarations.aggregations import AGGREGATIONS, elsewhere
+from megatron_pg.declarations.declaration import did_you_mean, flag_of
 
 # What a flag is called elsewhere or by its meaning, after --pg-.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -72,6 +73,25 @@ def meant_flags(word: str, flags: Collection[str]) -> list[str] | None:
     if len(begun) > _MOST_SHOWN and not named:
         return []
     return named or begun or close or difflib.get_close_matches(f"--{name}", flags, n=1, cutoff=0.82)
+
+
+def add_hints(parser: argparse.ArgumentParser, flags: Collection[str]) -> None:
+    """End the parser's errors with the flag of ours, or the aggregation, that an unknown word may stand for."""
+    report = parser.error
+
+    def error(message: str) -> NoReturn:
+        report(message + _hint(message, flags))
+
+    parser.error = error  # type: ignore[method-assign]
+
+
+def _hint(message: str, flags: Collection[str]) -> str:
+    if wrong := re.match(r"argument --loss-aggregation: invalid choice: '([^']*)'", message):
+        return did_you_mean(wrong[1], AGGREGATIONS, elsewhere())
+    unknown = message.removeprefix("unrecognized arguments: ")
+    words = unknown.split() if unknown != message else []
+    meant = {word.partition("=")[0]: meant_flags(word, flags) for word in words}
+    return "".join(f"; for {word}, did you mean {' or '.join(names)}?" for word, names in meant.items() if names)
 
 
 # --- flags of earlier releases ---

@@ -70,65 +70,66 @@ GROUPS: dict[str, dict[str, dict[str, Any]]] = {
 FLAGS = {flag: keywords for flags in GROUPS.values() for flag, keywords in flags.items()}
 DEFAULTS = {attribute_of(flag): keywords.get("default") for flag, keywords in FLAGS.items()}  # by argument
 _HELP = {  # names in braces are those of `_shown`
-    "--loss-aggregation": "Weight 1/d of a trained token, over the whole optimizer step: sample_mean d = N_r*M_rollout "
-    "(GRPO), prompt_mean d = P*M_group (DAPO as printed), token_mean d = T (the same as --calculate-per-token-loss), "
-    "constant d = N_r*L (Dr. GRPO). N_r rollouts, P prompts, T trained tokens, M trained tokens of the unit. Default "
-    "sample_mean, with --calculate-per-token-loss token_mean.",
+    "--loss-aggregation": "Weight 1/d of a trained token, counted over the whole optimizer step. sample_mean "
+    "(default): d = N_r*M_rollout (GRPO). prompt_mean: d = P*M_group (DAPO as printed). token_mean: d = T, the same as "
+    "--calculate-per-token-loss, and the default with it. constant: d = N_r*L (Dr. GRPO). turn_mean: d = "
+    "N_turn*M_turn. N_r rollouts, P prompts, N_turn turns, T trained tokens; M those of the rollout, group or turn.",
     "--loss-aggregation-divisor": "L of --loss-aggregation constant, in tokens: finite, > 0, no default. Dr. GRPO: the "
     "maximum response length.",
     "--pg-objective": "Objective, the loss of one token, with its numbers: {objectives}. A number in brackets has a "
     "default. docs/objectives.md has the formulas. Default grpo, the clipped surrogate of PPO.",
-    "--pg-clip-eps-low": "Lower clip bound of the probability ratio is 1 - EPS; 0 <= EPS <= 1, 1 switches it off. "
+    "--pg-clip-eps-low": "Clip the probability ratio from below at 1 - EPS; 0 <= EPS <= 1, 1 switches it off. "
     "Default 0.2 (gspo and gspo_token: 3e-4; cispo: 1).",
-    "--pg-clip-eps-high": "Upper clip bound of the probability ratio is 1 + EPS; EPS >= 0. Default 0.2 (DAPO "
+    "--pg-clip-eps-high": "Clip the probability ratio from above at 1 + EPS; EPS >= 0. Default 0.2 (DAPO "
     "clip-higher: 0.28; gspo and gspo_token: 4e-4).",
-    "--pg-correction": "Correction of the policy loss for the mismatch of trainer and rollout engine, with its "
+    "--pg-correction": "Correction of the policy loss for a mismatch between trainer and rollout engine, with its "
     "options: {corrections}. An option in brackets has a default. docs/corrections.md has the formulas. Default none.",
-    "--pg-temperature": "Temperature of the rollouts, > 0: log-probabilities are of softmax(logits / TAU). "
-    "Default 1.0.",
-    "--pg-kl-coef": "Adds BETA times KL(π‖π_ref). Default 0.",
+    "--pg-temperature": "Sampling temperature of the rollouts, > 0: log-probabilities are those of "
+    "softmax(logits / TAU). Default 1.0.",
+    "--pg-kl-coef": "Add BETA times an estimate of KL(π‖π_ref) to the loss. Default 0.",
     "--pg-kl-estimator": "Estimator of --pg-kl-coef, required with it: {estimators}. k3_weighted has the right value "
     "and the right gradient.",
-    "--pg-entropy-coef": "Subtracts ETA times the exact entropy of softmax(z / TAU) over the vocabulary. Default 0.",
-    "--pg-entropy-target": "Adapt the entropy coefficient to a target of the mean entropy, in nats. After each step it "
-    "rises by step if the entropy is below the target. If the entropy is above, it falls by step and is 0 in the next "
-    "step. It begins at --pg-entropy-coef and stays between 0 and max. Checkpoints contain it. Default: constant.",
-    "--pg-role": "What the model is. policy (default): it gives logits. critic: it has a value head, of "
-    "megatron_pg.add_value_head, and learns the samples' returns by PPO's value loss.",
-    "--pg-value-clip": "Hold a critic's value to EPS around the sample's old value in the value loss; EPS > 0. "
+    "--pg-entropy-coef": "Subtract ETA times the exact entropy of softmax(logits / TAU) from the loss. Default 0.",
+    "--pg-entropy-target": "Adapt the entropy coefficient to a target for the mean entropy, in nats. After each step, "
+    "the coefficient rises by step if the entropy is below the target. Otherwise it falls by step, and the next step "
+    "uses 0. It begins at --pg-entropy-coef and stays between 0 and max. Checkpoints contain it. Default: constant.",
+    "--pg-role": "What the model is. policy (default): it returns logits. critic: it has the value head of "
+    "megatron_pg.add_value_head and learns the samples' returns with PPO's value loss.",
+    "--pg-value-clip": "In a critic's value loss, clip the value to within EPS of the sample's old value; EPS > 0. "
     "Default: not clipped.",
     "--custom-pg-loss-reducer-function-path": "package.module:function or package.module.function of a reducer "
     "fn({reducer_parameters}) -> Callable[[Tensor], Tensor]. It replaces --loss-aggregation for pg_loss.",
     "--pg-custom-objective-path": "package.module:function or package.module.function of a custom objective "
     "fn({objective_parameters}) -> Tensor, with its numbers. It replaces --pg-objective.",
-    "--pg-denominator": "What the denominators count. scheduled: all rollouts and trained tokens. live: only rollouts "
-    "and prompt groups with a trained token. varied: without prompt groups of several rollouts whose rewards are all "
-    "equal, which have no weight. kept: only units and tokens that --pg-correction does not reject.",
-    "--pg-weight-denominator": "What the denominators sum where samples have token_weights. tokens: trained tokens, so "
-    "a weight of 2 doubles a token. weights: the tokens' weights, so the weights of a unit are relative to each other. "
-    "Default tokens.",
-    "--pg-sequence-level": "A sequence, for sequence-level objectives, importance weights and rejections: the whole "
-    "sample, or each of its turns. Default sample.",
+    "--pg-denominator": "What the denominators count. scheduled (default): all rollouts and trained tokens. live: only "
+    "rollouts and prompt groups with a trained token. varied: not the prompt groups of several rollouts whose rewards "
+    "are all equal; these have no weight. kept: only tokens that --pg-correction does not reject, and the rollouts and "
+    "groups with such a token.",
+    "--pg-weight-denominator": "What the denominators sum if samples have token_weights. tokens (default): trained "
+    "tokens, so a weight of 2 doubles a token. weights: the tokens' weights, so they are relative to each other within "
+    "a rollout, prompt group or turn.",
+    "--pg-sequence-level": "What a sequence is for sequence-level objectives, importance weights and rejections: the "
+    "whole sample (default), or each of its turns.",
     "--pg-aux-aggregation": "Weights of the KL and entropy terms. default: sample_mean, or token_mean with "
     "--calculate-per-token-loss. policy: the weights of the policy loss.",
-    "--pg-mtp-aggregation": "Weights of the cross-entropies of Megatron's --mtp-num-layers. token_mean: each depth is "
-    "averaged over all tokens of the step that it can predict. policy: by --loss-aggregation.",
-    "--pg-mtp-target": "What Megatron's --mtp-num-layers predict. token: the token of the sample, by cross-entropy. "
-    "policy: the policy's own distribution of that token, by the forward KL divergence, with no gradient to that "
-    "distribution.",
-    "--pg-grad-divisor": "Divides the gradient, not the reported loss. Default 1 (docs/objectives.md: parity with "
-    "DeepSpeed).",
-    "--pg-term": "Adds a loss term with its own tokens and denominators. Kinds: {kinds}. Options: weight (default 1), "
+    "--pg-mtp-aggregation": "Weights of the cross-entropies of Megatron's --mtp-num-layers. token_mean (default): each "
+    "depth is averaged over all tokens of the step that it can predict. policy: as --loss-aggregation.",
+    "--pg-mtp-target": "What the layers of Megatron's --mtp-num-layers predict. token (default): the sample's token, "
+    "by cross-entropy. policy: the policy's own distribution of that token, by the forward KL divergence, without a "
+    "gradient to that distribution.",
+    "--pg-grad-divisor": "Divide the gradient, but not the reported loss, by G. Default 1 (docs/objectives.md: parity "
+    "with DeepSpeed).",
+    "--pg-term": "Add a loss term with its own tokens and denominators. Kinds: {kinds}. Options: weight (default 1), "
     "aggregation and divisor (default: as --loss-aggregation), on (the loss term whose tokens it uses; rl is the "
     "objective), estimator (of a KL divergence), beta and alpha (of a teacher's divergence), temperature (of a top-k "
     "teacher, default 1), tail_floor (of a top-k teacher: lower bound of the probability of all other tokens, default "
     "{tail_floor:g}), head (required for full_*: PATH or PATH:NAME of the teacher's output layer [V, H] in a "
     "safetensors file, by default named weight), softcap (of the logits of a full_* teacher, 0 for none; by default "
     "that of the policy's logits). rl:rl,weight=0 drops the objective. May be repeated.",
-    "--pg-sampling-mask-missing": "If a trained token is not in its sampling mask: error (default) stops the step; "
-    "mask leaves the token out before anything is counted.",
-    "--pg-sampling-mask-entropy": "Entropy of a token with a sampling mask: full (default), over the whole vocabulary; "
-    "kept, over the sampling mask.",
+    "--pg-sampling-mask-missing": "What to do if a trained token is not in its sampling mask. error (default): stop "
+    "the step. mask: leave the token out before anything is counted.",
+    "--pg-sampling-mask-entropy": "What the entropy of a token with a sampling mask is over. full (default): the whole "
+    "vocabulary. kept: the sampling mask.",
     "--fp32-lm-head": "Compute logits in float32 from bfloat16 hidden states and weights, so that log-probabilities "
     "are as exact as those of a float32 sampler. All logits are stored.",
     "--pg-fused-head": "Compute the loss from the last hidden states in chunks of tokens, with float32 logits that are "
@@ -139,28 +140,29 @@ _HELP = {  # names in braces are those of `_shown`
     "--fp32-lm-head-backward": "Precision of the logits' gradient in the backward GEMMs. bf16 (default): rounded, as "
     "in Megatron. split: two bfloat16 parts, which give a weight gradient exact to 1e-5 at twice the cost of the "
     "GEMMs.",
-    "--pg-vocab-size": "Vocabulary size of the rollout engine. Columns of the logits from V on are padding and get no "
+    "--pg-vocab-size": "Vocabulary size of the rollout engine. Columns of the logits from V on are padding and have no "
     "probability. Default: all columns of Megatron's padded vocabulary.",
-    "--pg-logit-softcap": "Softcap C of the logits x, which are C·tanh(x / C) before the temperature, for a model that "
-    "does not cap them itself. Megatron-Bridge's output layers of Gemma 2 and 4 do, which is detected. Default: none.",
+    "--pg-logit-softcap": "Cap the logits x to C·tanh(x / C) before the temperature, for a model that does not cap "
+    "them itself. Megatron-Bridge's output layers of Gemma 2 and 4 do, which is detected. Default: none.",
     "--pg-kernel": "Implementation of log-probabilities and loss. Default: triton on CUDA, torch elsewhere. There is "
     "no fallback.",
-    "--docs-per-step": "An optimizer step has N documents (samples) over all data-parallel ranks, in as many "
+    "--docs-per-step": "Train N documents (samples) per optimizer step over all data-parallel ranks, in as many "
     "micro-batches as needed. The dataset provider returns megatron_pg.Documents. Default 0: a step has "
     "--global-batch-size rows.",
-    "--docs-per-step-policy": "exact (default): a step has exactly N documents; the others are in the next step. "
+    "--docs-per-step-policy": "exact (default): a step has exactly N documents; the others wait for the next step. "
     "at_least: ranks fill whole micro-batches until there are N, and surplus documents stay in the step. Rollouts are "
     "never split, nor are prompt groups with prompt_mean.",
-    "--docs-per-step-end": "At the end of the documents: partial (default) trains the remaining ones in a smaller last "
-    "step; stop drops them. Every rank then leaves the training loop, with a checkpoint if --save is given.",
-    "--docs-per-step-drop-position": "Resume a checkpoint of --docs-per-step without that flag: its position in the "
+    "--docs-per-step-end": "What to do at the end of the documents. partial (default): train the remaining ones in a "
+    "smaller last step. stop: drop them. Every rank then leaves the training loop, with a checkpoint if --save is "
+    "given.",
+    "--docs-per-step-drop-position": "Resume a checkpoint of --docs-per-step without that flag. Its position in the "
     "documents is dropped, and the data start where the dataset provider starts.",
-    "--pg-metrics": "none: pg_loss only; basic: also ratio, KL, clip fraction, advantages, counts; with_entropy: also "
-    "the exact entropy.",
+    "--pg-metrics": "What is logged. none: pg_loss only. basic (default): also ratio, KL, clip fraction, advantages, "
+    "counts. with_entropy: also the exact entropy.",
     "--pg-no-mismatch-advice": "Do not warn when trainer and rollout engine differ for several steps. The metrics "
-    "mismatch/... are kept.",
+    "mismatch/... are still logged.",
     "--pg-dry-run": "Validate the arguments, compare them between ranks, print the effective objective and exit with "
-    "code 0, before model and data are built. The same as MEGATRON_PG_DRY_RUN=1 in the environment.",
+    "code 0 before model and data are built. The same as MEGATRON_PG_DRY_RUN=1 in the environment.",
 }
 
 

@@ -32,7 +32,7 @@ def parse(text: str) -> LossTerm:
         raise ValueError("does not begin with NAME:kind, where NAME has only a-z, 0-9 and _")
     known = (POLICY,) if name == POLICY else KINDS_OF_FLAG
     if kind not in known:
-        raise ValueError(f"has the kind {kind!r}, and {name} can be {one_of(kind, known)}")
+        raise ValueError(f"has kind {kind!r}, which is not one of {one_of(kind, known)}")
     if unknown := [option for option in texts if option not in _OPTIONS]:
         options = ", ".join(f"{option}=…" for option in _OPTIONS)
         hint = did_you_mean(unknown[0], _OPTIONS)

@@ -66,9 +66,9 @@ def _contradictions(terms: list[LossTerm]) -> Violations:
             yield f"E72 --pg-term {name} is given {names.count(name)} times; give each loss term its own name"
     for term in terms:
         if term.on in names and term.on not in with_tokens:
-            yield f"E72 {term.flag},on={term.on}: {term.on} uses the tokens of another loss term; name that loss term"
+            yield f"E72 {term.flag} has on={term.on}, which uses the tokens of another loss term; name that loss term"
         elif term.on is not None and term.on not in with_tokens:
-            yield f"E72 {term.flag},on={term.on} is not a loss term; choose one of {', '.join(sorted(with_tokens))}"
+            yield f"E72 {term.flag} has on={term.on}, not a loss term; choose one of {', '.join(sorted(with_tokens))}"
 
 
 def _together(facts: Facts, terms: list[LossTerm]) -> Violations:

@@ -14,7 +14,7 @@ ROUND = "host_round"  # field of a line: the host's rollout or batch that the op
 
 
 class HostLog:
-    """The log on the one rank that writes it; a ValueError says that the file cannot be written."""
+    """The log on the one rank that writes it; a ValueError means that the file cannot be written."""
 
     def __init__(
         self,

@@ -58,7 +58,7 @@ class Unused(str):
     """An option of the host without effect on this loss, for the banner."""
 
 
-Answer = Inherited | Unused | str  # to a flag of the host; a text says why this loss does not support it
+Answer = Inherited | Unused | str  # to a flag of the host; a text: why this loss does not support it
 
 
 def place_of(number: Number) -> str:
@@ -166,7 +166,7 @@ def check(
 def rows_of(host: str, checked: CheckedArguments, scaling: str, settings: LossSettings | None = None) -> Rows:
     """The rows of the banner.
 
-    `scaling` says what the host multiplies and divides the returned loss by; `settings` what has been chosen, if known.
+    `scaling` is what the host multiplies and divides the returned loss by; `settings` what has been chosen, if known.
     """
     args = checked.args if settings is None else in_force(checked.args, settings.kernel, settings.head_choice)
     of_loss = {name: text for name, text in describe(args) if name not in ("Megatron", "layout")}  # a host has its own

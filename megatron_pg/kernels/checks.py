@@ -45,7 +45,7 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
             raise ValueError(f"{name} is on {found.device} and the logits on {device}. Move it there.")
         if name.endswith("mask") and found.dtype != torch.bool:
             raise ValueError(
-                f"{name} has dtype {found.dtype}, not bool: it says which tokens are trained. Use {name}.bool()."
+                f"{name} has dtype {found.dtype}, not bool, and it selects the trained tokens. Use {name}.bool()."
             )
         if name == "teacher_topk.ids" and found.dtype != torch.int32:
             raise ValueError(f"{name} has dtype {found.dtype}, which kernels would misread. Use {name}.int().")
@@ -89,7 +89,7 @@ def _check_mixture(term: LossTerm) -> None:
     if not (found is not None and 0 < found < 1 if has_one else found is None):
         raise ValueError(
             f"mixture={found} of a loss term {term.kind} cannot be: some divergences have a share between 0 and 1 and "
-            "the others none. Use LossTerm.resolved, which knows the default."
+            "the others none. Use LossTerm.resolved, which fills in the default."
         )
 
 

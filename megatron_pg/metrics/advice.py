@@ -35,6 +35,6 @@ class Advice:
         self._given.add(name)
         whose = f" of data-parallel rank {record['mismatch/rank']:g}" if name == "mismatch/rank_factor" else ""
         return (
-            f"advice: for {self._count} steps trainer and rollout engine have been apart: {name} {record[name]:.4g}"
-            f"{whose}, which says {LIMITS[name].cause}; run megatron-pg mismatch on these rollouts (docs/mismatch.md)"
+            f"advice: trainer and rollout engine have differed for {self._count} steps: {name} {record[name]:.4g}"
+            f"{whose}. Likely: {LIMITS[name].cause}. Run megatron-pg mismatch on these rollouts (docs/mismatch.md)."
         )

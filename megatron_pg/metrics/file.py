@@ -22,14 +22,14 @@ _NO_LOCKS = errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK  # of file systems, suc
 
 
 class MetricsFile:
-    """metrics.jsonl, whole lines only, so that a run that dies leaves what it knew.
+    """metrics.jsonl, whole lines only, so that a run that dies leaves complete steps.
 
     The first line that is written determines where the run resumes: earlier lines stay. Lines of its iteration and of
-    later ones, which are trained again, move to `metrics.jsonl.1` (or the next free number). A disk that fills up stops
-    the writing with a warning, not the training.
+    later ones, which are trained again, move to `metrics.jsonl.1` (or the next free number). If the disk is
+    full, writing stops with a warning, and training continues.
 
     Args:
-        path: the file, or a symbolic link to it; its folder is made. Where a relative path leads is settled here, once.
+        path: the file, or a symbolic link to it; its folder is made. A relative path is resolved here, once.
 
     Raises:
         ValueError: the file is something else, cannot be written, or another process writes it.
@@ -39,7 +39,7 @@ class MetricsFile:
         self.path = Path(os.path.realpath(path))
         self.num_missing = 0  # lines that could not be written
         self._file: IO[bytes] | None = None  # from the first line on
-        self._objective: object = None  # that the file says was in force last
+        self._objective: object = None  # that was in force last, according to the file
         self._lock: IO[bytes] | None = None
         _OPEN.add(self)
         shown = show_path(path)
@@ -63,7 +63,7 @@ class MetricsFile:
         return (json.loads(line) for number, line in _lines(self.path) if number < iteration)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one step; a value that is not finite becomes null and is named under "nonfinite".
+        """Append one step; a value that is not finite becomes null and is listed under "nonfinite".
 
         "objective" is written only if it changes: in the first step, and after a resume with other arguments.
         """

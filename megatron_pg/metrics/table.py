@@ -2,7 +2,7 @@
 
 `docs/metrics.md` is written from these declarations. The kinds:
 
-    mean     over documents (samples with a trained token) of the document's mean over its trained tokens
+    mean     over samples with a trained token, of the sample's mean over its trained tokens
     sum      over the objective's trained tokens of the step
     all      over the trained tokens of the step, those of loss terms too
     total    a sum that the formula computes over this rank's part of a micro-batch
@@ -161,20 +161,20 @@ def term_metrics(term: LossTerm) -> tuple[Metric, ...]:
         of_step(
             f"{name}/num_rollouts",
             lambda p: p.terms[name].num_rollouts,
-            "N [rollouts]: rollouts of which it has samples",
+            "N [rollouts]: rollouts with samples of the term",
         ),
         *mean("mean", lambda t: t.of_term(name)[1], f"Σ ({loss})", "nats", "mean of its tokens"),
     )
     if not term.reads_topk:
         return metrics
-    teachers = "what the teacher gives its named tokens"
+    teachers = "probability that the teacher gives its top-k tokens"
     masses = (
         *mean("teacher_mass", lambda t: t.teacher_mass(name), "Σ Σ_S p", "1", teachers),
-        *mean("student_mass", lambda t: t.student_mass(name), "Σ Σ_S q", "1", "what the policy gives them"),
+        *mean("student_mass", lambda t: t.student_mass(name), "Σ Σ_S q", "1", "probability that the policy gives them"),
     )
     if term.tail_floor is None:
         return *metrics, *masses
-    text = "Σ 1[1 - Σ_S p < floor] [tokens]: whose teacher's tail is raised to `tail_floor` of `--pg-term`"
+    text = "Σ 1[1 - Σ_S p < floor] [tokens]: tokens whose teacher tail is raised to `tail_floor` of `--pg-term`"
     return *metrics, *masses, of_all(f"{name}/num_floored", lambda t: t.is_floored(term), text)
 
 
@@ -191,8 +191,8 @@ METRICS: tuple[Metric, ...] = (
     _loss(
         "pg_loss",
         lambda t: t.fields.weights * t.token_losses,
-        "Σ w·ℓ [objective]: the policy term, with the weights of `--loss-aggregation` and its correction; no factor "
-        "K, D or T in it",
+        "Σ w·ℓ [objective]: the policy loss, with the weights of `--loss-aggregation` and its correction; not "
+        "multiplied by K, D or T",
     ),
     _loss(
         "value_loss",
@@ -203,8 +203,9 @@ METRICS: tuple[Metric, ...] = (
     _total(
         "loss",
         lambda t: t.total,
-        "Σ w·ℓ + Σ_s λ_s·Σ w^s·ℓ^s + λ·mtp_loss [objective]: the objective, all loss terms (β·Σ u·k of KL, -η·Σ u·H "
-        "of entropy, …) and multi-token prediction: what the gradient is of (before `--pg-grad-divisor`)",
+        "Σ w·ℓ + Σ_s λ_s·Σ w^s·ℓ^s + λ·mtp_loss [objective]: the loss whose gradient is taken (before "
+        "`--pg-grad-divisor`): objective, all loss terms (β·Σ u·k of KL, -η·Σ u·H of entropy, …), multi-token "
+        "prediction",
         level="none",
         only_with="further",
         power=1,
@@ -255,18 +256,19 @@ METRICS: tuple[Metric, ...] = (
     _total(
         "mtp_acceptance",
         lambda t: t.totals["mtp_accepted"],
-        "Σ_d Σ 1[target is the most likely] / Σ_d n_d [fraction]: tokens of the responses that multi-token "
-        "prediction, decoding greedily, would have drafted right, over all depths",
+        "Σ_d Σ 1[target is the most likely] / Σ_d n_d [fraction]: response tokens that greedy "
+        "multi-token prediction would have drafted correctly, over all depths",
         only_with="mtp",
         per=lambda plan: max(sum(plan.depth_counts), 1),
     ),
     _fact("reward", "Σ reward / num_rewards [reward]: mean reward", needs="reward"),
-    _fact("reward_std", "√(Σ (reward - mean)² / num_rewards) [reward]: their standard deviation", needs="reward"),
+    _fact(
+        "reward_std", "√(Σ (reward - mean)² / num_rewards) [reward]: standard deviation of the rewards", needs="reward"
+    ),
     _fact("max_reward", "max reward [reward]: largest reward", needs="reward"),
     _fact("min_reward", "min reward [reward]: smallest reward", needs="reward"),
     _fact(
-        "num_rewards",
-        "Σ 1[has a reward] [rollouts]: rollouts that carry a reward; only they are in the metrics of rewards",
+        "num_rewards", "Σ 1[has a reward] [rollouts]: rollouts with a reward; only these count in metrics of rewards"
     ),
     _fact(
         "zero_variance_fraction",
@@ -281,8 +283,8 @@ METRICS: tuple[Metric, ...] = (
     _fact("max_response_length", "max response_length [tokens]: most response tokens of a rollout"),
     _fact(
         "truncated_fraction",
-        "1[truncated] [fraction]: rollouts with a sample that has `truncated=True`, of those with a sample that says "
-        "it",
+        "1[truncated] [fraction]: rollouts with a sample that has `truncated=True`, of the rollouts whose samples have "
+        "the field",
         needs="truncated",
     ),
     _count("num_tokens", "T [tokens]: tokens that the objective trains", is_policys=True),
@@ -301,9 +303,7 @@ METRICS: tuple[Metric, ...] = (
     _count("num_samples", "S [samples]: training sequences (documents), fully masked ones included"),
     _count("num_rollouts", "N_r [rollouts]: trajectories, fully masked ones included", is_policys=True),
     _count("num_prompts", "P [prompts]: prompt groups; absent when samples have no prompt_id", is_policys=True),
-    _count(
-        "num_turns", "N_turn [turns]: turns with a trained token; this and the next two only where turns are counted"
-    ),
+    _count("num_turns", "N_turn [turns]: turns with a trained token; this and the next two only if turns are counted"),
     _step(
         "turn_length",
         lambda p: p.num_tokens / p.num_turns if p.num_turns else None,
@@ -372,34 +372,34 @@ METRICS: tuple[Metric, ...] = (
         "sequences with a trained token [sequences]: number of sequence ratios",
     ),
     _correction(
-        "correction_factor", lambda t: t.corrections, "κ·γ [1]: factor of `--pg-correction` on the policy term"
+        "correction_factor", lambda t: t.corrections, "κ·γ [1]: factor of `--pg-correction` on the policy loss"
     ),
     _correction(
         "rejected_fraction",
         lambda t: t.corrections == 0,
-        "1[κ·γ = 0] [fraction]: trained tokens that `--pg-correction` takes out of the policy term",
+        "1[κ·γ = 0] [fraction]: trained tokens that `--pg-correction` removes from the policy loss",
     ),
     _selection(
         "selected_fraction",
         lambda plan: plan.selection.fraction,
-        "selected tokens / T [fraction]: trained tokens of the step that a correction of the whole step takes out of "
-        "the policy term, or penalises (kl_cov)",
+        "selected tokens / T [fraction]: trained tokens of the step that a token selection removes from the "
+        "policy loss, or penalizes (kl_cov)",
     ),
     _selection(
         "selection_threshold",
         lambda plan: plan.selection.threshold,
-        "the least key that is selected; top_entropy: the least H that is kept [the key's]: where the choice ends: "
-        "cov, (log ρ)² or H; absent with clip_cov, which draws, and where m2po or kl_cov selects nothing",
+        "the smallest score that is selected; top_entropy: the smallest H that is kept [the score's]: the threshold "
+        "of the score, cov, (log ρ)² or H; absent with clip_cov, which draws, and if m2po or kl_cov selects nothing",
     ),
     _selection(
         "selection_candidates",
         lambda plan: plan.selection.num_candidates,
-        "Σ 1[lo < cov < hi] [tokens]: what clip_cov draws from",
+        "Σ 1[lo < cov < hi] [tokens]: tokens from which clip_cov draws",
     ),
     _mean(
         "clamped_log_ratio_fraction",
         lambda t: t.result.log_ratios.abs() > MAX_LOG_RATIO,
-        f"1[|l - o| > {MAX_LOG_RATIO:g}] [fraction]: log-ratio beyond any meaning: value clamped, gradient 0",
+        f"1[|l - o| > {MAX_LOG_RATIO:g}] [fraction]: log-ratio too large to be meaningful: value clamped, gradient 0",
     ),
     _mean("advantage", lambda t: t.fields.advantages, "A [reward]: advantage"),
     _max("max_advantage", lambda t: t.fields.advantages, "max A [reward]: largest advantage of a trained token"),
@@ -440,7 +440,7 @@ METRICS: tuple[Metric, ...] = (
         gap.difference,
         "mean of d = o - b, of tokens with |d| ≤ 3 [nats]: mean gap between trainer and rollout engine",
     ),
-    _of_gap("spread", gap.spread, "standard deviation of d, |d| ≤ 3 [nats]: how far they are apart"),
+    _of_gap("spread", gap.spread, "standard deviation of d, |d| ≤ 3 [nats]: how much the gap varies"),
     _of_gap(
         "correlation",
         gap.correlation,
@@ -455,7 +455,7 @@ METRICS: tuple[Metric, ...] = (
     _of_gap(
         "missing_mass",
         gap.missing_mass,
-        "1 - E[e^d], or 1 - E[e^-d] if that is larger [fraction]: probability of columns that one side alone counts",
+        "1 - E[e^d], or 1 - E[e^-d] if that is larger [fraction]: probability of columns that only one side counts",
     ),
     _of_gap(
         "outlier_fraction", gap.outlier_fraction, "1[|d| > 0.5] [fraction]: tokens with a gap of more than 0.5 nats"
@@ -507,7 +507,7 @@ METRICS: tuple[Metric, ...] = (
     _mean(
         "value_clipped_fraction",
         lambda t: t.outside[0] | t.outside[1],
-        "1[(v_c - R)² > (v - R)²] [fraction]: tokens that lost their gradient by `--pg-value-clip`",
+        "1[(v_c - R)² > (v - R)²] [fraction]: tokens whose gradient `--pg-value-clip` removed",
         role="critic",
     ),
     _of_critic(
@@ -517,9 +517,13 @@ METRICS: tuple[Metric, ...] = (
         "are equal",
     ),
     _of_critic("value_mean", lambda s: s["v"] / s["near"], "Σ v / T [return]: mean value"),
-    _of_critic("value_std", lambda s: math.sqrt(gap.variance(s, "v")), "√var(v) [return]: their standard deviation"),
+    _of_critic(
+        "value_std", lambda s: math.sqrt(gap.variance(s, "v")), "√var(v) [return]: standard deviation of the values"
+    ),
     _of_critic("return_mean", lambda s: s["R"] / s["near"], "Σ R / T [return]: mean return"),
-    _of_critic("return_std", lambda s: math.sqrt(gap.variance(s, "R")), "√var(R) [return]: their standard deviation"),
+    _of_critic(
+        "return_std", lambda s: math.sqrt(gap.variance(s, "R")), "√var(R) [return]: standard deviation of the returns"
+    ),
     *(
         _part(f"_critic/{name}", formula, "Σ [–]: part of the moments of values and returns", role="critic")
         for name, formula in _MOMENTS.items()

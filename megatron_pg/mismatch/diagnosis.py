@@ -78,7 +78,7 @@ def diagnose(gap: Gap, level: float = LEVEL, settings: Settings | None = None) -
     Args:
         gap: the trained tokens of all rollouts.
         level: the chance of any finding where d is symmetric noise, at most; each test has its share (Bonferroni).
-        settings: what engine and trainer are said to do.
+        settings: the settings of engine and trainer that the user gave.
     """
     course = _Course(gap, level / _TESTS)
     _test_values(course)

@@ -139,7 +139,7 @@ class SampleFacts:
     zero_variance_fraction: float | None  # of prompts with two rewards or more: those whose rewards are equal
     response_length: float | None  # mean over rollouts, of response tokens of all their samples, trained or not
     max_response_length: float | None
-    truncated_fraction: float | None  # of the rollouts of which a sample says whether it is
+    truncated_fraction: float | None  # of the rollouts with a sample that has the field
     environments: Mapping[str, "SampleFacts"] = field(default_factory=dict)  # the same for the rollouts of each
 
     @classmethod

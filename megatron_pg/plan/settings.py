@@ -51,7 +51,7 @@ class LossSettings:
     impl: str  # of log-probabilities and loss
     float32_logits: bool = False
     head_mode: str | None = None  # of the fused head; None: the model computes logits
-    head_choice: str | None = None  # what the banner says of a mode that `auto` chose; None: the user did
+    head_choice: str | None = None  # the banner's text for a mode that `auto` chose; None: the user chose it
     head_backward: str = "bf16"
     teacher_head: TeacherHead | None = None  # of the teacher whose hidden states samples carry
     mtp_depths: int = 0  # of the model's multi-token prediction
@@ -118,7 +118,7 @@ class LossSettings:
 
     @property
     def kernel(self) -> str:
-        """`impl`, and the path of the losses on this GPU."""
+        """`impl`, and which kernels compute the losses on this GPU."""
         if self.impl != "triton" or (device := chosen("triton").device).type == "cpu":
             return self.impl
         from megatron_pg.kernels.triton.loss import path_on  # torch alone must not need Triton

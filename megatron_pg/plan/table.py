@@ -208,7 +208,7 @@ def table_of(
         missing = [i for i in range(size) if prompt_ids is None or (i < len(prompt_ids) and prompt_ids[i] is None)]
         if missing:
             reader = "--pg-denominator varied" if rule.denominator == "varied" else "prompt_mean"
-            raise ValueError(f"{reader} needs a prompt_id for every sample; sample {missing[0]} has none")
+            raise ValueError(f"{reader} needs a prompt_id for every sample; sample {missing[0]} has none. Give one.")
     own = torch.arange(size) + (rank_of(group) << 32) if own is None else own  # without ids each sample is a rollout
     rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
     prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)

@@ -26,7 +26,7 @@ def whiten_advantages(
 ) -> list[Sample]:
     """A' = (A - mean) / √(var + ε) at the objective's trained tokens, mean and variance over those of the whole step.
 
-    var = Σ (A - mean)² / (T - 1), as `masked_whiten` of verl and slime. Both sums are exact and rounded once, so the
+    var = Σ (A - mean)² / (T - 1), as in `masked_whiten` of verl and slime. Both sums are exact and rounded once, so the
     result does not depend on the layout. One collective. Source: REINFORCE++, arXiv 2501.03262.
 
     Args:

@@ -50,6 +50,7 @@ RULES = {
     "max_rl": AdvantageRule("(R - mean)/mean, rewards 0 or 1", "MaxRL, arXiv 2602.02710", _max_rl, is_binary=True),
     "reward": AdvantageRule("R", "REINFORCE", list, is_relative=False),
 }
+_OF_PAPERS = {"grpo": "group_norm", "dr_grpo": "group_mean", "drgrpo": "group_mean", "reinforce": "reward"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ def group_advantages(
             one rollout, or the rule is unknown or not defined for the rewards.
     """
     if rule not in RULES:
-        raise ValueError(f"rule={shorten(rule)} is none of {', '.join(RULES)}, so no advantage is defined. Choose one.")
+        hint = f" Did you mean {_OF_PAPERS[rule]}?" if rule in _OF_PAPERS else ""
+        raise ValueError(f"rule={shorten(rule)} is not one of {', '.join(RULES)}. Choose one.{hint}")
     values = [plain(reward) for reward in rewards]
     prompts = _ids("prompt_ids", prompt_ids, len(values))
     rollouts = list(range(len(values))) if rollout_ids is None else _ids("rollout_ids", rollout_ids, len(values))
@@ -118,7 +120,7 @@ def _of_group(rule: str, prompt: Id, group: dict[Id, float]) -> dict[Id, float]:
     rewards = list(group.values())
     if RULES[rule].is_relative and len(group) < 2:
         raise ValueError(
-            f"prompt {shorten(prompt)} has one rollout, and {rule} compares several. Sample more, or use reward."
+            f"prompt {shorten(prompt)} has one rollout, and {rule} compares several. Sample more, or use rule='reward'."
         )
     if RULES[rule].is_binary and (graded := [reward for reward in rewards if reward not in (0.0, 1.0)]):
         raise ValueError(
@@ -176,7 +178,7 @@ def gae(
 
         δ_k = r_k + γ V_{k+1} - V_k,   A_k = δ_k + γλ A_{k+1},   R_k = V_k + A_k with the critic's λ
 
-    A step is a trained token. `masked="skip"`: other tokens take no time. V_{k+1} is the value at the next trained
+    A step is a trained token. `masked="skip"`: other tokens are not steps. V_{k+1} is the value at the next trained
     token, and a masked token's reward belongs to the step before it. `masked="pass"`: masked tokens are steps, too.
 
     Args:
@@ -187,7 +189,7 @@ def gae(
         gamma: γ, from 0 to 1.
         next_value: V after the last token: 0 if the response ended, the critic's value if it was truncated.
         lam: λ, from 0 to 1.
-        alpha: in the place of `lam`, λ = max(0, 1 - 1/(alpha·l)) for a trajectory of l steps.
+        alpha: instead of `lam`, λ = max(0, 1 - 1/(alpha·l)) for a trajectory of l steps.
         critic_lam: the critic's λ, 1 in VAPO; None: the policy's.
         masked: skip or pass.
 

@@ -42,8 +42,8 @@ def read_records(path: str | Path, *, update: Callable[[int], None] | None = Non
         if newer := sorted(_since(version).intersection(record)):
             since = FIELDS[newer[0]].since
             raise RolloutFileError(
-                f"{shown}:{number}: field {newer[0]!r} is of version {since} and the header says {version}, so its "
-                f'writer may have meant something else. Write "version": {since} into the first line.'
+                f"{shown}:{number}: field {newer[0]!r} needs version {since}, and the header has version {version}. "
+                f'Write "version": {since} into the first line.'
             )
         yield number, {OLD_NAMES.get(n, n): v for n, v in record.items()} if version == 2 else record
 

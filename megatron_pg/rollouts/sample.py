@@ -1,4 +1,4 @@
-"""One training sequence: prompt and response tokens, and what reinforcement learning knows about the response.
+"""One training sequence: prompt and response tokens, and what reinforcement learning records about the response.
 
 Everything is checked here, at the door, so that nothing later has to.
 """
@@ -58,7 +58,7 @@ _PLAIN_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 class Sample:
     """One training sequence, whole, on the CPU. Response-aligned fields have one entry per response token (R).
 
-    Values at masked tokens are arbitrary, NaN included: they are selected away. At trained tokens they must be finite.
+    Values at masked tokens are ignored and may be arbitrary, NaN included. At trained tokens they must be finite.
 
     Raises:
         ValueError: shapes, dtypes or lengths disagree, the mask is not 0/1, or a trained token has a value that is
@@ -71,7 +71,7 @@ class Sample:
     advantages: Tensor | None = None  # [R] float64; None, as old_logprobs, only in loss terms that do not read it
     term: str = POLICY  # the objective, or the name of a `--pg-term`
     masks: Mapping[str, Tensor] = field(default_factory=dict)  # [R] bool, tokens that further loss terms train
-    sample_id: str = "?"  # its name in error messages
+    sample_id: str = "without id"  # its name in error messages
     prompt_id: Id | None = None  # samples of one prompt share it
     rollout_id: Id | None = None  # samples of one trajectory share it
     rollout_logprobs: Tensor | None = None  # [R] float64, nats, as the rollout engine reported them
@@ -112,8 +112,8 @@ class Sample:
                 _check_values(name, values, mask, self.sample_id)
             elif self.term == POLICY and name not in OPTIONAL and self.returns is None:
                 raise ValueError(
-                    f"sample {self.sample_id} has no {name}, which the objective needs. Give them, or set the sample's "
-                    "loss term to one that a --pg-term declares."
+                    f"sample {self.sample_id} has no {'advantage' if name == 'advantages' else name}, which the "
+                    "objective needs. Give it, or set term to the NAME of a --pg-term."
                 )
         for name, payload in PAYLOADS.items():
             if (record := getattr(self, name)) is not None:
@@ -200,11 +200,11 @@ class Sample:
                 is an integer, or R of them.
 
         Raises:
-            ValueError: a value has no meaning as its field, or `Sample` refuses it.
+            ValueError: a value is not valid for its field, or `Sample` refuses it.
         """
         _check_names(rest)
         names = (rest.get(name) for name in ("sample_id", "rollout_id", "prompt_id"))
-        label = rest["sample_id"] = _label(next((name for name in names if name is not None), "?"))
+        label = rest["sample_id"] = _label(next((name for name in names if name is not None), "without id"))
         if not is_int(length := plain(response_length)) or abs(length) >= 2**62:
             raise ValueError(
                 f"response_length={shorten(length)} of sample {label} is not a length, so prompt and response "

@@ -190,7 +190,7 @@ class PolicyGradientStep:
 
         Args:
             forward_backward_func: what `get_forward_backward_func()` returned.
-            weight_version: optimizer steps that the model's weights have seen since the start of training, the same on
+            weight_version: optimizer steps applied to the model's weights since the start of training, the same on
                 every rank. Metrics of staleness subtract `Sample.weight_version`; None: there are none.
             arguments: its keyword arguments. `data_iterator` yields `PackedBatch`es on every rank, the same on tensor-,
                 context- and pipeline-parallel peers. It yields documents where the step takes them, and

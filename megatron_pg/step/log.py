@@ -60,7 +60,7 @@ class Console:
             settings.metrics.lacking(report.metrics) if report.plan.num_tokens else {}
         )  # of the objective's samples
         for field, names in lacking.items():
-            self._say(f"metrics {', '.join(names)} are absent: the samples have no {field}")
+            self._say(f"not logged, because the samples have no {field}: {', '.join(names)}")
 
     def step(
         self, record: Mapping[str, Any], extra_names: Collection[str] = (), *, is_shown: bool = True, last: int = 0

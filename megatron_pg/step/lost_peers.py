@@ -2,7 +2,7 @@
 
 Over gloo, a collective raises in Python. Over NCCL it does not: the host waits for the GPU, a thread of torch finds the
 failed collective, waits a minute for dumps and then ends the process with SIGABRT and a C++ stack. Within that minute,
-the thread of this module reports what the error over gloo says.
+the thread of this module reports what the error over gloo contains.
 """
 
 import os

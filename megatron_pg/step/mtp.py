@@ -124,7 +124,7 @@ def _of_logits(
 
 
 def _of_call(call: HeadCall, policy: Tensor, depth: DepthFields, settings: LossSettings) -> tuple[Tensor, ...]:
-    """The same by the fused head, from the policy's hidden states [n, H]; the weight of `call` makes both logits."""
+    """`outputs` and `totals` by the fused head, from the policy's hidden states [n, H] and the weight of `call`."""
     vocabulary = replace(vocabulary_of(len(call.weight), settings, call.tp_group, call.softcap), temperature=1.0)
     slots, targets = torch.arange(len(policy), device=policy.device), depth.targets.index_select(0, depth.trained)
     teacher = Teacher(form=FORWARD, slots=slots, states=policy, weight=call.weight.detach())

@@ -148,7 +148,7 @@ REFUSED = {
     "torchrun --nnodes `nproc` t.py": "has the unexpanded command substitution `.",
     "torchrun t.py \u2014fp16": "begins with a dash that is not a hyphen",
     "torchrun t.py --loss-agregation x": "job.txt, line 1: --loss-agregation is not a flag of megatron_pg",
-    "torchrun t.py --loss-aggregation\n": "job.txt, line 1: argument --loss-aggregation: expected one argument",
+    "torchrun t.py --loss-aggregation\n": "job.txt, line 1: --loss-aggregation has no value, expected one argument",
     "torchrun t.py --yaml-cfg x\n": "--yaml-cfg replaces all flags",
     "torchrun t.py": "[E29] --dataloader-type single",  # Megatron's defaults apply
     f"t.py {EXTERNAL} --tensor-model-parallel-size 2 --tensor-parallel-num-weight-shards 4": "[E28]",

@@ -223,7 +223,7 @@ def test_an_advantage_beyond_float32_is_named(advantage, tmp_path, cli):
 BAD_OPTIONS = {
     "--divisor 0": "not finite and > 0",
     "--divisor inf": "not finite and > 0",
-    "--divisor x": "invalid float value: 'x'",
+    "--divisor x": "--divisor 'x' is not a number.",
     "--divisor 1e300": "--divisor 1e+300 is not finite and > 0, or 1/L is not a normal float32",
     "--top -1": "--top -1 is negative",
     "--output out.gif": "the suffix is not one of .png, .svg, .pdf",

@@ -613,7 +613,7 @@ def test_an_unreadable_path_is_refused(words, name, tmp_path, refused):
 
 
 BAD_OPTIONS = {
-    "--format trl": "invalid choice: 'trl'",
+    "--format trl": "--format 'trl' is not one of slime, miles, nemo_rl, verl, jsonl.",
     "": "the following arguments are required: --format",
     "--format slime --group-size 2": "--group-size has no effect with --format slime",
     "--format verl --group-size 2": "--group-size has no effect with --format verl",

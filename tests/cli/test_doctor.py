@@ -38,7 +38,7 @@ def test_a_healthy_machine_has_nothing_that_fails():
     )
     assert by_name["device and kernel"].found == line
     assert "parse_and_validate_args" in by_name["megatron.training"].found
-    assert "multiplies by C and divides by K" in by_name["contract, flag off"].found
+    assert "multiplies by C and divides by K" in by_name["loss scaling, flag off"].found
 
 
 TORCH, CORE = {"version": "2.9.0", "cuda": "13.0"}, {"version": "0.19.0"}
@@ -56,8 +56,12 @@ BAD = {  # row, status and a part of the advice: which probe, what it found, and
     "megatron-core: fail: install megatron-core": ("megatron", {}, "No module named 'megatron'"),
     "megatron-core: fail: 0.16 or later": ("megatron", {"version": "0.14.0"}, None),
     "megatron-core: note: run the tests": ("megatron", NEW_CORE, None),
-    "contract, flag off: fail: gradients would have the wrong scale": ("megatron", CORE | SCHEDULE, None),
-    "contract, flag on: note: ": ("megatron", CORE | {"contract_error": "TypeError: forward_step_calc_loss()"}, None),
+    "loss scaling, flag off: fail: gradients would have the wrong scale": ("megatron", CORE | SCHEDULE, None),
+    "loss scaling, flag on: note: ": (
+        "megatron",
+        CORE | {"scaling_error": "TypeError: forward_step_calc_loss()"},
+        None,
+    ),
     "megatron.training: note: only megatron_pg.pretrain needs it": (
         "megatron",
         CORE | {"training_error": "ImportError: cannot import name 'override'"},
@@ -93,7 +97,7 @@ def test_the_probe_reports_the_device_and_kernel_of_this_machine():
 
 def test_the_exit_code_says_whether_something_required_fails(monkeypatch, cli):
     monkeypatch.setattr(doctor, "_probe_all", lambda: HEALTHY)
-    assert cli.done("doctor").endswith("everything that is required works\n")
+    assert cli.done("doctor").endswith("all required checks passed\n")
     monkeypatch.setattr(doctor, "_probe_all", lambda: HEALTHY | {"megatron": Probe({}, "No module named 'megatron'")})
     code, out, _ = cli("doctor --json")
     assert (code, json.loads(out)["ok"]) == (1, False)
@@ -131,5 +135,5 @@ def test_this_machine(full):
     assert by_name["torch"]["status"] != "fail"
     assert by_name["gloo, 2 processes"]["status"] == "ok"
     if by_name["megatron-core"]["status"] == "ok":
-        assert by_name["contract, flag off"]["status"] == by_name["contract, flag on"]["status"] == "ok"
+        assert by_name["loss scaling, flag off"]["status"] == by_name["loss scaling, flag on"]["status"] == "ok"
     assert "probing: " in done.stderr

@@ -163,7 +163,7 @@ def test_smoothing_and_tokens_are_shown_and_listed(make_run, cli):
     without = cli.refused("plot --x tokens", sft)
     assert "c has no num_tokens at step 1 (the run does not train the policy loss). Use --x step." in without
     for weight in ("1", "-0.1", "nan"):
-        assert f"--smooth: '{weight}' is not a weight of the past" in cli.refused(f"plot --smooth={weight}", path)
+        assert f"--smooth '{weight}' is not a weight of the past" in cli.refused(f"plot --smooth={weight}", path)
 
 
 def test_the_reward_comes_first(make_run, cli):

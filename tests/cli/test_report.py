@@ -198,7 +198,7 @@ def test_without_plotly_the_extra_is_named(make_run, cli, tmp_path, monkeypatch)
 def test_what_cannot_be_reported_is_refused(make_run, cli, tmp_path):
     path = make_run("a", [{"reward": 1.0}])
     for words, message in [
-        ((path, "--smooth 1"), "argument --smooth: '1' is not a weight of the past"),
+        ((path, "--smooth 1"), "--smooth '1' is not a weight of the past"),
         ((path, "--metrics ''"), "--metrics is empty"),
         ((path, "--overwrite --output", path / "metrics.jsonl"), "metrics.jsonl: the suffix is not .html."),
         ((path, "--metrics rewards"), "Did you mean reward?"),

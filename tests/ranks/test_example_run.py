@@ -235,7 +235,7 @@ def test_the_terminal_shows_the_objective_the_sign_and_the_time_left(sampled):
     assert "(1/N_r) Σ_rollouts (Σ m·ℓ)/M_rollout  (--loss-aggregation sample_mean)" in output
     assert "pg_loss -1.0000" in output
     assert "left" in output
-    assert "metrics kl_new_ref, ratio_new_ref are absent: the samples have no ref_logprobs" in output
+    assert "not logged, because the samples have no ref_logprobs: kl_new_ref, ratio_new_ref" in output
 
 
 def test_tensorboard_holds_the_same_values_under_the_same_names(sampled):

@@ -38,7 +38,7 @@ def test_another_temperature_is_estimated_and_said_once(runs):
     estimates = [step["mismatch/temperature"] for step in steps[5:]]
     assert estimates == pytest.approx([1 / 1.4] * len(estimates), rel=0.1)
     (line,) = [line for line in printed.splitlines() if "advice:" in line]
-    assert "which says the temperatures differ; run megatron-pg mismatch" in line
+    assert ". Likely: the temperatures differ. Run megatron-pg mismatch" in line
     assert {step["mismatch/rank"] for step in steps[5:]} <= {0, 1}
     assert not any(name.startswith("mismatch/") for step in steps[:5] for name in step)  # no rollouts yet
 

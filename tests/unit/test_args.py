@@ -300,12 +300,15 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
     ("words", "complaint"),
     [
         ("--loss-aggregation dapo", "argument --loss-aggregation: invalid choice: 'dapo'"),
+        ("--loss-aggregation dapo", "; did you mean token_mean (DAPO's code) or prompt_mean (DAPO's paper)?\n"),
         ("--loss-aggregation-divisor long", "argument --loss-aggregation-divisor: invalid float value: 'long'"),
         ("--pg-metrics all", "argument --pg-metrics: invalid choice: 'all'"),
         ("--pg-kernel cuda", "argument --pg-kernel: invalid choice: 'cuda'"),
         ("--docs-per-step 2.5", "argument --docs-per-step: invalid int value: '2.5'"),
         ("--docs-per-step-policy about", "argument --docs-per-step-policy: invalid choice: 'about'"),
-        ("--loss-agg token_mean", "unrecognized arguments: --loss-agg token_mean"),
+        ("--loss-agg token_mean", "unrecognized arguments: --loss-agg token_mean; for --loss-agg, did you mean"),
+        ("--pg-kl=0.1 --lrr 1", "--lrr 1; for --pg-kl, did you mean --pg-kl-coef?\n"),
+        ("--lrr 1", "unrecognized arguments: --lrr 1\n"),
     ],
 )
 def test_the_parser_refuses_what_it_can(words, complaint, capsys):

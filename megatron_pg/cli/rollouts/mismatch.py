@@ -126,25 +126,27 @@ def _p(p: float) -> str:
 
 
 def _draw(options: argparse.Namespace, gap: Gap) -> None:
-    """d over the engine's log-probability, its scale over the surprise, its size along and between documents."""
+    """d over the engine's log-probability, its scale over the surprise, its size along and between samples."""
     d, size = gap.difference, np.abs(gap.difference)
     shown = np.random.default_rng(0).permutation(len(d))[:20_000]
     limit = max(float(np.quantile(size, 0.999)), 1e-6)
     with picture(options, 2, 2, (11, 7.5)) as (figure, ((left, right), (below, last))):
         left.plot(gap.engine[shown], d[shown], ".", markersize=1.5, alpha=0.4)
-        left.set(xlabel="log q, nats", ylabel="d = log π - log q, nats", ylim=(-limit, limit), title="tokens")
+        left.set(
+            xlabel="log q, nats", ylabel="d = log π - log q, nats", ylim=(-limit, limit), title="tokens, one point each"
+        )
         noise, used = noise_of(gap), np.unique(bins_of(gap))
         at = np.append(EDGES[1:-1], EDGES[-2] * 1.3)[used]
         right.loglog(at, np.maximum(noise.scale[used], 1e-8), "o-")
-        right.set(xlabel="-(log π + log q)/2, nats, up to", ylabel="scale of d, nats", title="noise model")
+        right.set(xlabel="surprise -(log π + log q)/2, nats", ylabel="scale of d, nats", title="size of d by surprise")
         edges = np.unique(np.geomspace(1, gap.position.max() + 2, 24).astype(int)) - 1
         where = np.searchsorted(edges, gap.position, side="right") - 1
         means = np.bincount(where, weights=size) / np.maximum(np.bincount(where), 1)
         below.plot(edges[: len(means)] + 1, means, "o-")
-        below.set(xscale="log", xlabel="token of the response", ylabel="mean |d|, nats", title="along documents")
+        below.set(xscale="log", xlabel="token of the response", ylabel="mean |d|, nats", title="along the response")
         numbers, index = np.unique(gap.document, return_inverse=True)
         last.plot(gap.step[numbers], np.bincount(index, weights=size) / np.bincount(index), ".", alpha=0.6)
-        last.set(yscale="log", xlabel="step", ylabel="mean |d| of a document, nats", title="documents")
+        last.set(yscale="log", xlabel="optimizer step", ylabel="mean |d|, nats", title="samples, one point each")
         for axes in (left, right, below, last):
             axes.grid(alpha=0.3)
         figure.suptitle(", ".join(Path(path).name for path in options.rollouts[:3]), fontsize=11)

@@ -25,7 +25,7 @@ _COUNTS = {"N_r": "num_rollouts", "P": "num_prompts", "T": "num_tokens"}
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `report`."""
-    add_run_options(parser, metrics="the usual ones, the user's own, and those with a red flag", smooth=0.6)
+    add_run_options(parser, metrics="the usual ones, your own, and those with a red flag", smooth=0.6)
     parser.add_argument("--output", metavar="FILE", help="the page, .html; needs plotly. Without it, give --json")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
 

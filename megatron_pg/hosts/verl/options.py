@@ -1,4 +1,4 @@
-"""What verl's configuration says about our loss: options, what our loss inherits, and what it refuses.
+"""What verl's configuration sets for our loss: options, what our loss inherits, and what it refuses.
 
 Without our options the loss is the one that verl's actor configuration describes. An option replaces what verl has by
 default; two that were both set and differ are refused.

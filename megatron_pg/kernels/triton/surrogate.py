@@ -117,7 +117,7 @@ def _average(sums, of_slot):
 def _of_sequences(
     logprob, values, sequences, num_sequences, place, numbers, opsm_threshold, TOKEN_KERNEL: tl.constexpr
 ):
-    """Loss, slope and fields of tokens whose objective reads sequences; stores what the sequence says of them.
+    """Loss, slope and fields of tokens whose objective reads sequences; stores the values of their sequence.
 
     `place`: results, their number of rows, and the rows of a block, whether they exist and whether they are trained.
     """

@@ -2,7 +2,7 @@
 
     loss_t = w l + lambda u kl - eta v H,   and its derivatives by log π and by H
 
-`PolicyLoss`, the specification, is torch; its `token_kernel` says whether these are all the terms that there are.
+`PolicyLoss`, the specification, is torch; its `token_kernel` is set if these are all its terms.
 """
 
 from functools import lru_cache

@@ -5,8 +5,8 @@ Statistics are in the log2 domain with c = log2(e) / temperature, so that every 
     m = max_j z_j c,   s = sum_j 2^(z_j c - m),   t = sum_j 2^(z_j c - m) (z_j c - m)
 
 m and s stay apart: m + log2 s would round s away at large logits. A tile is [threads, words], the words that a thread
-loads in one go; each thread keeps its own m, s, t and the threads of a row meet once, in `merge`. A `KIND` says what a
-word is. With a softcap z is the capped logit.
+loads in one go; each thread keeps its own m, s, t and the threads of a row are combined once, in `merge`. A `KIND` is
+the type of a word. With a softcap z is the capped logit.
 """
 
 import math

@@ -3,7 +3,7 @@
     loss, slope = kernel(logprob, old_logprob, advantage, numbers)
     value, slope = kernel(logprob, old_logprob, ref_logprob)
 
-The torch functions of `megatron_pg.objectives` are the specification; a docstring here says where the form differs.
+The torch functions of `megatron_pg.objectives` are the specification; a docstring here states where the form differs.
 `numbers` are the four that the declaration makes of the flags. Objectives of whole sequences have four more, of the
 token's sequence: the average of log r, the average of A, the number of trained tokens, and the average that the
 objective defines itself. Their slope is by the token's own log-ratio in each average, times the trained tokens.

@@ -95,8 +95,8 @@ def test_the_banner_says_what_is_not_the_default():
     assert rows(pg_metrics="none")["metrics"].startswith("none, ")
     kept = {"pg_sampling_mask_entropy": "kept", "pg_metrics": "with_entropy", "pg_sampling_mask_missing": "mask"}
     text = banner(validate_args(arguments(**kept)))
-    assert "over what could be sampled, where samples say it  (--pg-sampling-mask-entropy kept)" in text
-    assert "trained tokens that it does not hold are masked  (--pg-sampling-mask-missing mask)" in text
+    assert "over the sampling mask, for tokens that have one  (--pg-sampling-mask-entropy kept)" in text
+    assert "trained tokens outside it are masked  (--pg-sampling-mask-missing mask)" in text
 
 
 def test_the_banner_needs_no_megatron_attribute():

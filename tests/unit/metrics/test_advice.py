@@ -28,8 +28,8 @@ def test_three_steps_running_bring_one_line():
     assert before == [None, None]
     assert after is None
     assert line == (
-        "advice: for 3 steps trainer and rollout engine have been apart: mismatch/temperature 1.25, which says "
-        "the temperatures differ; run megatron-pg mismatch on these rollouts (docs/mismatch.md)"
+        "advice: trainer and rollout engine have differed for 3 steps: mismatch/temperature 1.25. Likely: the "
+        "temperatures differ. Run megatron-pg mismatch on these rollouts (docs/mismatch.md)."
     )
 
 
@@ -47,14 +47,14 @@ def test_steps_without_rollout_logprobs_are_not_counted():
 def test_another_cause_is_said_too_and_each_once():
     lines = said(*["hot"] * 4, *["wide"] * 4, *["hot"] * 4)
     assert [i for i, line in enumerate(lines) if line] == [2, 6]
-    assert "mismatch/spread 0.3, which says quantized or stale weights" in lines[6]
+    assert "mismatch/spread 0.3. Likely: quantized or stale weights" in lines[6]
 
 
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("other", "mismatch/outlier_fraction 1, which says other tokens"),
-        ("rank 1", "mismatch/rank_factor 3 of data-parallel rank 1, which says one rank"),
+        ("other", "mismatch/outlier_fraction 1. Likely: other tokens"),
+        ("rank 1", "mismatch/rank_factor 3 of data-parallel rank 1. Likely: one rank"),
     ],
 )
 def test_sides_without_anything_in_common_and_a_rank_are_named(kind, text):

@@ -15,7 +15,7 @@ def test_the_console_line_marks_what_is_beyond_a_limit_and_shows_what_is_yours()
     line = console_line(3, values, ["mine"])
     assert line == "pg      3 | pg_loss +0.5 | kl_new_old +0.002 | clamped_log_ratio_fraction +0.25! | mine +3"
     assert red_flag_line("ess", 0.25, LIMITS["ess"]).startswith(
-        "red flag: ess 0.25 is < 0.5: few tokens carry the step"
+        "red flag: ess 0.25 is < 0.5: few tokens dominate the step: take fewer"
     )
 
 

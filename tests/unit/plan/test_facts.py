@@ -179,7 +179,7 @@ def test_every_environment_has_its_own_metrics_in_any_partition(full, evidence):
 
 @pytest.mark.parametrize("name", ["", "a\nb", "x" * 101, 7, True])
 def test_an_environment_has_a_short_printable_name(name):
-    message = r"^environment=.* of sample \? is not a string of 1 to 100 printable characters"
+    message = r"^environment=.* of sample without id is not a string of 1 to 100 printable characters"
     with pytest.raises(ValueError, match=message):
         sample(environment=name)
 

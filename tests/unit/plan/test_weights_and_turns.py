@@ -236,6 +236,6 @@ def test_weights_that_are_not_weights_are_refused_unless_they_are_masked(weights
 
 @pytest.mark.parametrize("turns", [[], [2], [1, 3], [3, 0], [4, -1], [1.5, 1.5], "12", 3, [True, 2]])
 def test_lengths_that_are_not_those_of_the_response_are_refused(turns):
-    message = r"turns=.* of sample \? are not lengths of turns that add up to its 3 response"
+    message = r"turns=.* of sample without id are not lengths of turns that add up to its 3 response"
     with pytest.raises(ValueError, match=message):
         plain_sample(3, turns=turns)

@@ -83,7 +83,12 @@ def test_tensors_and_arrays_are_taken():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rule": "grpo"}, "rule='grpo' is none of group_mean, group_norm, rloo, max_rl, reward"),
+        (
+            {"rule": "grpo"},
+            "rule='grpo' is not one of group_mean, group_norm, rloo, max_rl, reward. Choose one. Did you mean "
+            "group_norm?",
+        ),
+        ({"rule": "std"}, "rule='std' is not one of group_mean, group_norm, rloo, max_rl, reward. Choose one."),
         ({"prompt_ids": [1]}, "prompt_ids has 1 entries for 2 rewards"),
         ({"rollout_ids": [1]}, "rollout_ids has 1 entries for 2 rewards"),
         ({"rollout_ids": [1, 1]}, "rollout 1 of prompt 1 has samples with different rewards"),

@@ -108,7 +108,7 @@ def test_an_unusual_line_is_read(file, fields):
 
 def test_token_ids_are_not_rounded_and_numbers_of_numpy_are_numbers():
     fields = {"response_length": 1, "loss_mask": [1], "old_logprobs": [-1.0]}
-    with pytest.raises(ValueError, match=r"tokens of sample \? are fractions, and none may be rounded"):
+    with pytest.raises(ValueError, match=r"tokens of sample without id are fractions, and none may be rounded"):
         Sample.build(tokens=[1.9, 2.0], advantage=1.0, **fields)
     assert Sample.build(tokens=[1, 2], advantage=np.float32(0.5), **fields).advantages.tolist() == [0.5]
 
@@ -237,7 +237,7 @@ NOT_FINITE = "at response token 1, which is trained"
         ({"masks": {"echo": [1, 0, 1]}}, "masks['echo'] of sample s has 3 entries for 2 response tokens"),
         ({"masks": {"echo": [0.5, 0]}}, "masks['echo'] of sample s must be 0 or 1, got 0.5"),
         ({"old_logprobs": None}, "has no old_logprobs, which the objective needs"),
-        ({"advantage": None}, "has no advantages, which the objective needs"),
+        ({"advantage": None}, "has no advantage, which the objective needs. Give it, or set term to the NAME"),
         ({"teacher_logprobs": [-1.0, 2.0], "loss_mask": [1, 1]}, "teacher_logprobs of sample s reach 2"),
         ({"old_entropies": [0.5, -0.7], "loss_mask": [1, 1]}, "old_entropies of sample s go down to -0.7. Entropies"),
         ({"old_entropies": [0.5], "loss_mask": [1, 1]}, "old_entropies of sample s has 1 entries for 2 response"),
@@ -381,7 +381,8 @@ def test_a_sample_of_another_term_needs_only_what_that_reads(file, tmp_path):
     ids=str,
 )
 def test_an_older_version_lacks_a_field(file, tmp_path, fields, version):
-    with pytest.raises(RolloutFileError, match=rf":2: field '\w+' is of version {version} and the header says 1"):
+    message = rf":2: field '\w+' needs version {version}, and the header has version 1\."
+    with pytest.raises(RolloutFileError, match=message):
         read_rollouts(file(HEADER, RECORD | fields))
     (sample,) = read_rollouts(file(HEADER | {"version": version}, RECORD | fields))
     if fields != {"masks": {}}:
@@ -406,7 +407,7 @@ def test_version_2_has_the_names_of_its_time(file, old, new, value):
     assert read(2, old) == read(3, new) == value
     with pytest.raises(RolloutFileError, match=rf"unknown field '{old}'; did you mean {new}\?"):
         read(3, old)
-    with pytest.raises(RolloutFileError, match=f"field '{new}' is of version 3 and the header says 2"):
+    with pytest.raises(RolloutFileError, match=f"field '{new}' needs version 3, and the header has version 2\\."):
         read(2, new)
 
 
