@@ -382,8 +382,10 @@ def _reads_entropies(args) -> bool:
 
 
 def _group_field(args) -> str:
-    """What a step must not cut."""
-    return "prompt_id" if args.loss_aggregation == "prompt_mean" else "rollout_id"
+    """What a step must not cut: prompt groups if a denominator counts them."""
+    counts_prompts = args.loss_aggregation == "prompt_mean" or args.pg_denominator == "varied"
+    counts_prompts |= any("aggregation=prompt_mean" in term for term in args.pg_term or ())
+    return "prompt_id" if counts_prompts else "rollout_id"
 
 
 def _rollouts_per_step(args) -> int:
@@ -474,11 +476,15 @@ def _check_rollouts(args, size: int) -> None:
             f"--top-p {args.top_p} is not valid: it must be above 0 and at most 1, and below 1 it needs rollouts that "
             "this run samples in steps, without --rollouts and --docs-per-step."
         )
-    if args.docs_per_step and not args.rollouts and args.num_experts and size > 1:
+    if args.docs_per_step and not args.rollouts and size > 1 and (shared := _of_several_ranks(args)):
         raise ValueError(
-            f"--num-experts {args.num_experts} with --docs-per-step on {size} data-parallel ranks: every rank samples "
-            "when its own rollouts are used up, and ranks that share its experts would not take part. Train from "
-            "--rollouts."
+            f"{shared} would not take part. Every rank samples when its own rollouts are used up, under --docs-per-step "
+            f"on {size} data-parallel ranks. Train from --rollouts."
+        )
+    if args.use_megatron_fsdp and not args.rollouts:
+        raise ValueError(
+            "--use-megatron-fsdp gathers weights in the forward of its wrapper only, and sampling calls the model in "
+            "it. Train from --rollouts."
         )
     if args.rollouts and Path(args.rollouts).resolve() == (Path(args.run_dir) / "rollouts.jsonl").resolve():
         raise ValueError(
@@ -489,6 +495,15 @@ def _check_rollouts(args, size: int) -> None:
             f"--cached-sampling does not support {reason}: one rank keeps a row's keys and values, for prompts of one "
             "length. Leave it out."
         )
+
+
+def _of_several_ranks(args) -> str | None:
+    """What of the flags makes a forward wait for other data-parallel ranks, which sample at other times."""
+    waiting = {
+        f"--num-experts {args.num_experts}: ranks that share experts": bool(args.num_experts),
+        "--overlap-param-gather: ranks that hold a part of the weights": args.overlap_param_gather,
+    }
+    return next((text for text, applies in waiting.items() if applies), None)
 
 
 def _check_demonstrations(args, size: int) -> None:

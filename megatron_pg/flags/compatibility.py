@@ -40,6 +40,12 @@ def _leaves_experts_unreduced(facts: Facts) -> bool:
     return facts.megatron("expert_tensor_parallel_size") != (facts.megatron("tensor_model_parallel_size") or 1)
 
 
+def _reduces_before_it_is_complete(facts: Facts) -> bool:
+    """Whether ranks start to add a gradient while Megatron still holds back a part of it."""
+    sizes = facts.megatron("data_parallel_size"), facts.megatron("context_parallel_size")
+    return bool(facts.megatron("overlap_grad_reduce")) and sizes != (1, 1)
+
+
 def _is_per_token(facts: Facts) -> bool:
     return facts.is_per_token or facts.per_token is True
 
@@ -113,6 +119,18 @@ REFUSED: tuple[tuple[str, Callable[[Facts], bool], str], ...] = (
     ),
     (
         "defer_embedding_wgrad_compute",
+        _reduces_before_it_is_complete,
+        "E17 {flag} delays the output layer's weight gradient until the last backward, where --overlap-grad-reduce has "
+        "already begun to add this gradient over ranks, so each rank trains with another gradient; remove one",
+    ),
+    (
+        "multiple_validation_sets",
+        lambda facts: (facts.megatron("virtual_pipeline_model_parallel_size") or 1) > 1,
+        "E30 {flag} with virtual pipeline stages evaluates the first set in the place of every other one; remove it, or "
+        "the virtual stages",
+    ),
+    (
+        "defer_embedding_wgrad_compute",
         _has_own_head,
         "E53 {flag} delays the output layer's weight gradient, which the float32 head computes at once; remove one",
     ),
@@ -142,7 +160,7 @@ REFUSED: tuple[tuple[str, Callable[[Facts], bool], str], ...] = (
 
 
 def compatibility_violations(facts: Facts) -> Violations:
-    """Rules E12, E18 to E21, E27 to E30, E53, E54, E62 and E65."""
+    """Rules E12, E17 to E21, E27 to E30, E53, E54, E62 and E65."""
     for name, applies, text in REFUSED:
         value = facts.megatron(name)
         if value not in (None, False, "", "none", []) and applies(facts):

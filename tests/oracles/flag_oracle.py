@@ -287,10 +287,12 @@ def _sharded(given: Mapping, core: tuple[int, ...]) -> list[str]:
 def _megatron(given: Mapping) -> list[str]:
     on = given["flag"] is True or given["mode"] == "token_mean"
     found = []
+    found += ["E17"] * bool(given["deferred"] and given["overlap"] and given["ranks"] * given["cp"] > 1)
     found += ["E18"] * bool(given["average"] and on)
     graph = [given["graph"], *given["scope"], *given["modules"]]
     found += ["E20"] * ("full_iteration" in graph)
     found += ["E28"] * bool(given["gtp"] and given["gtp"] > 1)
     found += ["E12"] * bool(given["hybrid"]) + ["E29"] * (given["loader"] != "external")
     found += ["E30"] * (bool(given["rl"]) + bool(given["sft"]) + bool(given["skip"]))
+    found += ["E30"] * bool(given["sets"] and given["virtual"])
     return found
