@@ -555,6 +555,14 @@ def _check_layers(args) -> None:
             f"--fp8-format {args.fp8} has no effect on the layers of --transformer-impl local, so the run would not be "
             "in FP8. Use --transformer-impl transformer_engine."
         )
+    gathers = args.transformer_impl == "local" and (args.docs_per_step or args.context_parallel_size > 1)
+    softmax = vars(args).get("softmax_type") or "vanilla"
+    if gathers and (args.attention_dropout or softmax != "vanilla"):
+        raise ValueError(
+            f"--attention-dropout {args.attention_dropout} or --softmax-type {softmax} has no effect on the attention "
+            "of packed rows and context parallelism with --transformer-impl local. Give 0 and vanilla, or use "
+            "transformer_engine."
+        )
     if args.use_rope_scaling and vars(args).get("hybrid_layer_pattern"):
         raise ValueError(
             "--use-rope-scaling has no effect on the model of --hybrid-layer-pattern, which takes no scaling. Leave "
