@@ -378,7 +378,7 @@ def _version(args) -> int:
 
 def _reads_entropies(args) -> bool:
     """Whether a correction chooses tokens by the entropy of the policy that sampled them."""
-    return args.pg_correction == "top_entropy"
+    return args.pg_correction.split(",")[0] == "top_entropy"
 
 
 def _group_field(args) -> str:
@@ -478,8 +478,8 @@ def _check_rollouts(args, size: int) -> None:
         )
     if args.docs_per_step and not args.rollouts and size > 1 and (shared := _of_several_ranks(args)):
         raise ValueError(
-            f"{shared} would not take part. Every rank samples when its own rollouts are used up, under --docs-per-step "
-            f"on {size} data-parallel ranks. Train from --rollouts."
+            f"{shared} would not take part. Under --docs-per-step on {size} data-parallel ranks, each samples when its "
+            "own rollouts are used up. Train from --rollouts."
         )
     if args.use_megatron_fsdp and not args.rollouts:
         raise ValueError(

@@ -126,7 +126,7 @@ REFUSED: tuple[tuple[str, Callable[[Facts], bool], str], ...] = (
     (
         "multiple_validation_sets",
         lambda facts: (facts.megatron("virtual_pipeline_model_parallel_size") or 1) > 1,
-        "E30 {flag} with virtual pipeline stages evaluates the first set in the place of every other one; remove it, or "
+        "E30 {flag} with virtual pipeline stages evaluates the first set in the place of every other one; remove it or "
         "the virtual stages",
     ),
     (

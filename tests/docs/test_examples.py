@@ -190,8 +190,8 @@ WRONG = [  # sizes, and what the example says of them
     ({"top_p": 0.0}, "--top-p 0.0 is not valid: it must be above 0"),
     ({"top_p": 0.9, "docs_per_step": 4}, "--top-p 0.9 is not valid: it must be above 0"),
     ({"use_megatron_fsdp": True}, "sampling calls the model in it. Train from --rollouts"),
-    ({"attention_dropout": 0.1, "context_parallel_size": 2}, "--attention-dropout 0.1 or --softmax-type vanilla has no"),
-    ({"softmax_type": "learnable", "docs_per_step": 4}, "--attention-dropout 0.0 or --softmax-type learnable has no"),
+    ({"attention_dropout": 0.1, "context_parallel_size": 2}, "--attention-dropout 0.1 or --softmax-type vanilla has"),
+    ({"softmax_type": "learnable", "docs_per_step": 4}, "--attention-dropout 0.0 or --softmax-type learnable has"),
     ({"fp8": "hybrid"}, "--fp8-format hybrid has no effect on the layers of --transformer-impl local"),
 ]
 REFUSED = """\
@@ -224,6 +224,8 @@ counted = (('sample_mean', 'scheduled', None), ('prompt_mean', 'scheduled', None
 names = 'loss_aggregation', 'pg_denominator', 'pg_term'
 groups = [train_grpo._group_field(types.SimpleNamespace(**dict(zip(names, values)))) for values in counted]
 print('GROUPS', *groups)
+texts = 'none', 'tis', 'top_entropy', 'top_entropy,fraction=0.3'
+print('ENTROPIES', *(train_grpo._reads_entropies(types.SimpleNamespace(pg_correction=text)) for text in texts))
 for pattern in ('M-*-', '*E'):
     try:
         train_grpo.hybrid_model(types.SimpleNamespace(num_moe_experts=None), pattern, local=True)
@@ -244,9 +246,10 @@ def test_the_example_refuses_sizes_that_do_not_divide_and_files_that_do_not_fit(
     assert "has 3 tokens up to id 13; the model takes 4 tokens" in refusals
     assert [message for _, message in WRONG if message not in refusals] == []
     assert "--use-rope-scaling has no effect on the model of --hybrid-layer-pattern" in refusals
-    assert "4 --num-experts 4: ranks that share experts would not take part. Every rank samples when" in refusals
+    assert "4 --num-experts 4: ranks that share experts would not take part. Under --docs-per-step on 2" in refusals
     assert "4 --overlap-param-gather: ranks that hold a part of the weights would not take part." in refusals
     assert refusals.count("would not take part") == 2
     assert "GROUPS rollout_id prompt_id prompt_id prompt_id" in refusals
+    assert "ENTROPIES False False True True" in refusals
     assert "--hybrid-layer-pattern M-*- has M, which --transformer-impl local cannot build" in refusals
     assert "--hybrid-layer-pattern *E has layers of experts, and their number is not given" in refusals
