@@ -215,7 +215,23 @@ def compatibility_warnings(facts: Facts) -> list[str]:
             "data-parallel ranks, and it depends on the order of the micro-batches; multiply --moe-aux-loss-coeff by "
             "that number, or use aux_loss"
         )
+    messages += [
+        f"W5 {flag} chooses experts by all positions of a rank's micro-batch, so loss and gradient depend on its size "
+        f"and on the layout; {fix}"
+        for flag, fix in _routing_by_microbatch(facts)
+    ]
     return messages
+
+
+def _routing_by_microbatch(facts: Facts) -> list[tuple[str, str]]:
+    """What makes the experts of a token depend on the others of its micro-batch, and what to do about it."""
+    if not facts.megatron("num_experts"):
+        return []
+    capacity = facts.megatron("moe_expert_capacity_factor")
+    found = [] if capacity is None else [(f"--moe-expert-capacity-factor {capacity:g}", "leave it out")]
+    if "sinkhorn" in _flatten([facts.megatron("moe_router_load_balancing_type")]):
+        found.append(("--moe-router-load-balancing-type sinkhorn", "use another type"))
+    return found
 
 
 def _captures_router(facts: Facts) -> bool:

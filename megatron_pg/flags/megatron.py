@@ -18,7 +18,7 @@ _OF_RULES: dict[str, dict[str, Any]] = {
     "context_parallel_size eval_interval eval_iters expert_model_parallel_size expert_tensor_parallel_size hidden_size "
     "mtp_num_layers num_distributed_optimizer_instances num_experts pipeline_model_parallel_size seed "
     "tensor_model_parallel_size train_samples": {"type": int},
-    "loss_scale moe_z_loss_coeff mtp_loss_scaling_factor": {"type": float},
+    "loss_scale moe_expert_capacity_factor moe_z_loss_coeff mtp_loss_scaling_factor": {"type": float},
     "cuda_graph_impl data_parallel_sharding_strategy dataloader_type output_logit_dtype recompute_granularity": {},
     "cuda_graph_modules cuda_graph_scope moe_router_load_balancing_type": {"nargs": "+"},
     "iterations_to_skip": {"nargs": "+", "type": int},

@@ -26,8 +26,8 @@ OFF = (
     "sft", "use_megatron_fsdp", "use_mup", "use_torch_fsdp2",
 )  # fmt: skip
 ABSENT = (
-    "expert_tensor_parallel_size", "loss_scale", "moe_z_loss_coeff", "mtp_num_layers", "num_experts",
-    "output_logit_dtype", "rampup_batch_size", "recompute_granularity", "train_samples",
+    "expert_tensor_parallel_size", "loss_scale", "moe_expert_capacity_factor", "moe_z_loss_coeff", "mtp_num_layers",
+    "num_experts", "output_logit_dtype", "rampup_batch_size", "recompute_granularity", "train_samples",
     "virtual_pipeline_model_parallel_size",
 )  # fmt: skip
 ONE = (

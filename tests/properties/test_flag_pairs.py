@@ -42,7 +42,12 @@ FACTORS = {
     "recompute": ("recompute_granularity", [None, "selective", "full"], []),
     "experts": ("num_experts", [None, 8], []),
     "aux": ("moe_aux_loss_coeff", [0.0, 0.01], []),
-    "balancing": ("moe_router_load_balancing_type", ["aux_loss", "none", "seq_aux_loss", "global_aux_loss"], []),
+    "balancing": (
+        "moe_router_load_balancing_type",
+        ["aux_loss", "none", "seq_aux_loss", "global_aux_loss", "sinkhorn"],
+        [],
+    ),
+    "capacity": ("moe_expert_capacity_factor", [None, 1.5], []),
     "ranks": ("data_parallel_size", [2, 1], []),
     "z": ("moe_z_loss_coeff", [None, 0.001], []),
     "tp": ("tensor_model_parallel_size", [1, 2], []),
