@@ -124,6 +124,12 @@ REFUSED: tuple[tuple[str, Callable[[Facts], bool], str], ...] = (
         "already begun to add this gradient over ranks, so each rank trains with another gradient; remove one",
     ),
     (
+        "defer_embedding_wgrad_compute",
+        lambda facts: bool(facts.megatron("mtp_num_layers")),
+        "E17 {flag} with --mtp-num-layers multiplies the gradients of one prediction by the hidden states of another; "
+        "remove one",
+    ),
+    (
         "multiple_validation_sets",
         lambda facts: (facts.megatron("virtual_pipeline_model_parallel_size") or 1) > 1,
         "E30 {flag} with virtual pipeline stages evaluates the first set in the place of every other one; remove it or "

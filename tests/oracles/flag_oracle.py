@@ -289,7 +289,8 @@ def _sharded(given: Mapping, core: tuple[int, ...]) -> list[str]:
 def _megatron(given: Mapping) -> list[str]:
     on = given["flag"] is True or given["mode"] == "token_mean"
     found = []
-    found += ["E17"] * bool(given["deferred"] and given["overlap"] and given["ranks"] * given["cp"] > 1)
+    if given["deferred"]:
+        found += ["E17"] * ((given["overlap"] and given["ranks"] * given["cp"] > 1) + bool(given["mtp"]))
     found += ["E18"] * bool(given["average"] and on)
     graph = [given["graph"], *given["scope"], *given["modules"]]
     found += ["E20"] * ("full_iteration" in graph)
