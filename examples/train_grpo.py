@@ -483,8 +483,8 @@ def _check_rollouts(args, size: int) -> None:
         )
     if args.use_megatron_fsdp and not args.rollouts:
         raise ValueError(
-            "--use-megatron-fsdp gathers weights in the forward of its wrapper only, and sampling calls the model in "
-            "it. Train from --rollouts."
+            "--use-megatron-fsdp gathers weights only in a forward of its wrapper, and sampling calls the model inside "
+            "the wrapper. Train from --rollouts."
         )
     if args.rollouts and Path(args.rollouts).resolve() == (Path(args.run_dir) / "rollouts.jsonl").resolve():
         raise ValueError(

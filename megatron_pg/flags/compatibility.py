@@ -120,8 +120,8 @@ REFUSED: tuple[tuple[str, Callable[[Facts], bool], str], ...] = (
     (
         "defer_embedding_wgrad_compute",
         _reduces_before_it_is_complete,
-        "E17 {flag} delays the output layer's weight gradient until the last backward, where --overlap-grad-reduce has "
-        "already begun to add this gradient over ranks, so each rank trains with another gradient; remove one",
+        "E17 {flag} delays the output layer's weight gradient beyond the last backward, in which --overlap-grad-reduce "
+        "begins to add this gradient over ranks, so each rank trains with another gradient; remove one",
     ),
     (
         "defer_embedding_wgrad_compute",

@@ -189,7 +189,7 @@ WRONG = [  # sizes, and what the example says of them
     ({"discard_rollouts": True, "docs_per_step": 4}, "--discard-rollouts with"),
     ({"top_p": 0.0}, "--top-p 0.0 is not valid: it must be above 0"),
     ({"top_p": 0.9, "docs_per_step": 4}, "--top-p 0.9 is not valid: it must be above 0"),
-    ({"use_megatron_fsdp": True}, "sampling calls the model in it. Train from --rollouts"),
+    ({"use_megatron_fsdp": True}, "and sampling calls the model inside the wrapper. Train from --rollouts"),
     ({"attention_dropout": 0.1, "context_parallel_size": 2}, "--attention-dropout 0.1 or --softmax-type vanilla has"),
     ({"softmax_type": "learnable", "docs_per_step": 4}, "--attention-dropout 0.0 or --softmax-type learnable has"),
     ({"fp8": "hybrid"}, "--fp8-format hybrid has no effect on the layers of --transformer-impl local"),
