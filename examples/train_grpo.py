@@ -378,12 +378,14 @@ def _version(args) -> int:
 
 def _reads_entropies(args) -> bool:
     """Whether a correction chooses tokens by the entropy of the policy that sampled them."""
-    return args.pg_correction == "top_entropy"
+    return args.pg_correction.split(",")[0] == "top_entropy"
 
 
 def _group_field(args) -> str:
-    """What a step must not cut."""
-    return "prompt_id" if args.loss_aggregation == "prompt_mean" else "rollout_id"
+    """What a step must not cut: prompt groups if a denominator counts them."""
+    counts_prompts = args.loss_aggregation == "prompt_mean" or args.pg_denominator == "varied"
+    counts_prompts |= any("aggregation=prompt_mean" in term for term in args.pg_term or ())
+    return "prompt_id" if counts_prompts else "rollout_id"
 
 
 def _rollouts_per_step(args) -> int:
@@ -474,11 +476,15 @@ def _check_rollouts(args, size: int) -> None:
             f"--top-p {args.top_p} is not valid: it must be above 0 and at most 1, and below 1 it needs rollouts that "
             "this run samples in steps, without --rollouts and --docs-per-step."
         )
-    if args.docs_per_step and not args.rollouts and args.num_experts and size > 1:
+    if args.docs_per_step and not args.rollouts and size > 1 and (shared := _of_several_ranks(args)):
         raise ValueError(
-            f"--num-experts {args.num_experts} with --docs-per-step on {size} data-parallel ranks: every rank samples "
-            "when its own rollouts are used up, and ranks that share its experts would not take part. Train from "
-            "--rollouts."
+            f"{shared} would not take part. Under --docs-per-step on {size} data-parallel ranks, each samples when its "
+            "own rollouts are used up. Train from --rollouts."
+        )
+    if args.use_megatron_fsdp and not args.rollouts:
+        raise ValueError(
+            "--use-megatron-fsdp gathers weights only in a forward of its wrapper, and sampling calls the model inside "
+            "the wrapper. Train from --rollouts."
         )
     if args.rollouts and Path(args.rollouts).resolve() == (Path(args.run_dir) / "rollouts.jsonl").resolve():
         raise ValueError(
@@ -489,6 +495,15 @@ def _check_rollouts(args, size: int) -> None:
             f"--cached-sampling does not support {reason}: one rank keeps a row's keys and values, for prompts of one "
             "length. Leave it out."
         )
+
+
+def _of_several_ranks(args) -> str | None:
+    """What of the flags makes a forward wait for other data-parallel ranks, which sample at other times."""
+    waiting = {
+        f"--num-experts {args.num_experts}: ranks that share experts": bool(args.num_experts),
+        "--overlap-param-gather: ranks that hold a part of the weights": args.overlap_param_gather,
+    }
+    return next((text for text, applies in waiting.items() if applies), None)
 
 
 def _check_demonstrations(args, size: int) -> None:
@@ -539,6 +554,14 @@ def _check_layers(args) -> None:
         raise ValueError(
             f"--fp8-format {args.fp8} has no effect on the layers of --transformer-impl local, so the run would not be "
             "in FP8. Use --transformer-impl transformer_engine."
+        )
+    gathers = args.transformer_impl == "local" and (args.docs_per_step or args.context_parallel_size > 1)
+    softmax = vars(args).get("softmax_type") or "vanilla"
+    if gathers and (args.attention_dropout or softmax != "vanilla"):
+        raise ValueError(
+            f"--attention-dropout {args.attention_dropout} or --softmax-type {softmax} has no effect on the attention "
+            "of packed rows and context parallelism with --transformer-impl local. Give 0 and vanilla, or use "
+            "transformer_engine."
         )
     if args.use_rope_scaling and vars(args).get("hybrid_layer_pattern"):
         raise ValueError(

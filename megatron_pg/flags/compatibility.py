@@ -40,6 +40,12 @@ def _leaves_experts_unreduced(facts: Facts) -> bool:
     return facts.megatron("expert_tensor_parallel_size") != (facts.megatron("tensor_model_parallel_size") or 1)
 
 
+def _reduces_before_it_is_complete(facts: Facts) -> bool:
+    """Whether ranks start to add a gradient while Megatron still holds back a part of it."""
+    sizes = facts.megatron("data_parallel_size"), facts.megatron("context_parallel_size")
+    return bool(facts.megatron("overlap_grad_reduce")) and sizes != (1, 1)
+
+
 def _is_per_token(facts: Facts) -> bool:
     return facts.is_per_token or facts.per_token is True
 
@@ -113,6 +119,24 @@ REFUSED: tuple[tuple[str, Callable[[Facts], bool], str], ...] = (
     ),
     (
         "defer_embedding_wgrad_compute",
+        _reduces_before_it_is_complete,
+        "E17 {flag} delays the output layer's weight gradient beyond the last backward, in which --overlap-grad-reduce "
+        "begins to add this gradient over ranks, so each rank trains with another gradient; remove one",
+    ),
+    (
+        "defer_embedding_wgrad_compute",
+        lambda facts: bool(facts.megatron("mtp_num_layers")),
+        "E17 {flag} with --mtp-num-layers multiplies the gradients of one prediction by the hidden states of another; "
+        "remove one",
+    ),
+    (
+        "multiple_validation_sets",
+        lambda facts: (facts.megatron("virtual_pipeline_model_parallel_size") or 1) > 1,
+        "E30 {flag} with virtual pipeline stages evaluates the first set in the place of every other one; remove it or "
+        "the virtual stages",
+    ),
+    (
+        "defer_embedding_wgrad_compute",
         _has_own_head,
         "E53 {flag} delays the output layer's weight gradient, which the float32 head computes at once; remove one",
     ),
@@ -142,7 +166,7 @@ REFUSED: tuple[tuple[str, Callable[[Facts], bool], str], ...] = (
 
 
 def compatibility_violations(facts: Facts) -> Violations:
-    """Rules E12, E18 to E21, E27 to E30, E53, E54, E62 and E65."""
+    """Rules E12, E17 to E21, E27 to E30, E53, E54, E62 and E65."""
     for name, applies, text in REFUSED:
         value = facts.megatron(name)
         if value not in (None, False, "", "none", []) and applies(facts):
@@ -197,7 +221,23 @@ def compatibility_warnings(facts: Facts) -> list[str]:
             "data-parallel ranks, and it depends on the order of the micro-batches; multiply --moe-aux-loss-coeff by "
             "that number, or use aux_loss"
         )
+    messages += [
+        f"W5 {flag} chooses experts by all positions of a rank's micro-batch, so loss and gradient depend on its size "
+        f"and on the layout; {fix}"
+        for flag, fix in _routing_by_microbatch(facts)
+    ]
     return messages
+
+
+def _routing_by_microbatch(facts: Facts) -> list[tuple[str, str]]:
+    """What makes the experts of a token depend on the others of its micro-batch, and what to do about it."""
+    if not facts.megatron("num_experts"):
+        return []
+    capacity = facts.megatron("moe_expert_capacity_factor")
+    found = [] if capacity is None else [(f"--moe-expert-capacity-factor {capacity:g}", "leave it out")]
+    if "sinkhorn" in _flatten([facts.megatron("moe_router_load_balancing_type")]):
+        found.append(("--moe-router-load-balancing-type sinkhorn", "use another type"))
+    return found
 
 
 def _captures_router(facts: Facts) -> bool:

@@ -13,11 +13,12 @@ from typing import Any
 _OF_RULES: dict[str, dict[str, Any]] = {
     "calculate_per_token_loss cross_entropy_loss_fusion ddp_average_in_collective decrease_batch_size_if_needed "
     "defer_embedding_wgrad_compute dynamic_context_parallel fp16 fp8_output_proj hybrid_context_parallel "
-    "perform_rl_step sft use_megatron_fsdp use_mup use_torch_fsdp2": {"action": "store_true"},
+    "multiple_validation_sets overlap_grad_reduce perform_rl_step sft use_megatron_fsdp use_mup "
+    "use_torch_fsdp2": {"action": "store_true"},
     "context_parallel_size eval_interval eval_iters expert_model_parallel_size expert_tensor_parallel_size hidden_size "
     "mtp_num_layers num_distributed_optimizer_instances num_experts pipeline_model_parallel_size seed "
     "tensor_model_parallel_size train_samples": {"type": int},
-    "loss_scale moe_z_loss_coeff mtp_loss_scaling_factor": {"type": float},
+    "loss_scale moe_expert_capacity_factor moe_z_loss_coeff mtp_loss_scaling_factor": {"type": float},
     "cuda_graph_impl data_parallel_sharding_strategy dataloader_type output_logit_dtype recompute_granularity": {},
     "cuda_graph_modules cuda_graph_scope moe_router_load_balancing_type": {"nargs": "+"},
     "iterations_to_skip": {"nargs": "+", "type": int},
@@ -25,7 +26,13 @@ _OF_RULES: dict[str, dict[str, Any]] = {
     "rampup_batch_size": {"nargs": 3},
 }
 # Megatron derives these from other arguments, and they have no flag.
-_DERIVED = ("data_parallel_size", "gtp_weight_remat_size", "padded_vocab_size", "params_dtype")
+_DERIVED = (
+    "data_parallel_size",
+    "gtp_weight_remat_size",
+    "padded_vocab_size",
+    "params_dtype",
+    "virtual_pipeline_model_parallel_size",
+)
 # Of the layout. A pattern's depths are mtp_num_layers; yaml_cfg, which replaces all flags, is refused.
 _OF_LAYOUT: dict[str, dict[str, Any]] = {
     "global_batch_size micro_batch_size tensor_parallel_num_weight_shards": {"type": int},

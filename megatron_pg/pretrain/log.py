@@ -68,7 +68,9 @@ class RunLog:
 
     def write(self, values: dict[str, Any], settings: LossSettings, args: Namespace) -> None:
         """Log one step; `values` are the arguments of Megatron's training_log by name, `args` Megatron's arguments."""
-        grad_norm = values["grad_norm"]
+        # the optimizer of Megatron-FSDP gives 0 for the norm that it does not compute
+        is_unknown = vars(args).get("use_megatron_fsdp") and not args.clip_grad
+        grad_norm = None if is_unknown else values["grad_norm"]
         log = StepLog(
             iteration=values["iteration"],
             report=self.report,

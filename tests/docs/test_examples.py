@@ -164,12 +164,13 @@ def sampled_by_ranks(folder, full):
 
 
 OFF = ("cached_sampling", "sequence_parallel", "fp32_lm_head", "discard_rollouts", "use_rope_scaling")
+OFF += ("overlap_param_gather", "use_megatron_fsdp")
 ABSENT = ("num_experts", "teacher", "pg_fused_head", "microbatch_means", "teacher_num_layers", "teacher_hidden_size")
 SIZES = dict.fromkeys(OFF, False) | dict.fromkeys((*ABSENT, "fp8", "rollouts"))
 SIZES |= {"prompts_per_rollout": 2, "group_size": 2, "global_batch_size": 4, "exact_match_prompts": 2}
 SIZES |= {"task": "digit_sort", "seq_length": 12, "pg_vocab_size": 12, "docs_per_step": 0, "demonstrations_per_step": 0}
 SIZES |= {"pipeline_model_parallel_size": 1, "context_parallel_size": 1, "loss_aggregation": "constant"}
-SIZES |= {"top_p": 1.0, "top_p_logprobs": "sampling_mask", "transformer_impl": "local"}
+SIZES |= {"top_p": 1.0, "top_p_logprobs": "sampling_mask", "transformer_impl": "local", "attention_dropout": 0.0}
 MICROBATCHES = "--microbatch-means 2 needs --loss-aggregation token_mean (not constant), one data-parallel rank (not 1)"
 DEMONSTRATED = "--microbatch-means 2 reweighs advantages, and the samples of --demonstrations-per-step 2 have none"
 NO_DIGITS = "--seq-length 12 is shorter than a prompt and its longest response of --task list_programs"
@@ -188,6 +189,9 @@ WRONG = [  # sizes, and what the example says of them
     ({"discard_rollouts": True, "docs_per_step": 4}, "--discard-rollouts with"),
     ({"top_p": 0.0}, "--top-p 0.0 is not valid: it must be above 0"),
     ({"top_p": 0.9, "docs_per_step": 4}, "--top-p 0.9 is not valid: it must be above 0"),
+    ({"use_megatron_fsdp": True}, "and sampling calls the model inside the wrapper. Train from --rollouts"),
+    ({"attention_dropout": 0.1, "context_parallel_size": 2}, "--attention-dropout 0.1 or --softmax-type vanilla has"),
+    ({"softmax_type": "learnable", "docs_per_step": 4}, "--attention-dropout 0.0 or --softmax-type learnable has"),
     ({"fp8": "hybrid"}, "--fp8-format hybrid has no effect on the layers of --transformer-impl local"),
 ]
 REFUSED = """\
@@ -208,6 +212,20 @@ for wrong in (*wrong, scaled):
     except ValueError as error:
         print(error)
 train_grpo.check_example(types.SimpleNamespace(**sizes))
+train_grpo.mpu.get_data_parallel_world_size = lambda: 2
+for waits in (dict(num_experts=4), dict(overlap_param_gather=True)):
+    for documents in (0, 4):
+        try:
+            train_grpo.check_example(types.SimpleNamespace(**sizes | waits | dict(docs_per_step=documents)))
+        except ValueError as error:
+            print(documents, error)
+counted = (('sample_mean', 'scheduled', None), ('prompt_mean', 'scheduled', None), ('token_mean', 'varied', []),
+    ('token_mean', 'live', ['a:ce', 'b:ce,aggregation=prompt_mean']))
+names = 'loss_aggregation', 'pg_denominator', 'pg_term'
+groups = [train_grpo._group_field(types.SimpleNamespace(**dict(zip(names, values)))) for values in counted]
+print('GROUPS', *groups)
+texts = 'none', 'tis', 'top_entropy', 'top_entropy,fraction=0.3'
+print('ENTROPIES', *(train_grpo._reads_entropies(types.SimpleNamespace(pg_correction=text)) for text in texts))
 for pattern in ('M-*-', '*E'):
     try:
         train_grpo.hybrid_model(types.SimpleNamespace(num_moe_experts=None), pattern, local=True)
@@ -228,5 +246,10 @@ def test_the_example_refuses_sizes_that_do_not_divide_and_files_that_do_not_fit(
     assert "has 3 tokens up to id 13; the model takes 4 tokens" in refusals
     assert [message for _, message in WRONG if message not in refusals] == []
     assert "--use-rope-scaling has no effect on the model of --hybrid-layer-pattern" in refusals
+    assert "4 --num-experts 4: ranks that share experts would not take part. Under --docs-per-step on 2" in refusals
+    assert "4 --overlap-param-gather: ranks that hold a part of the weights would not take part." in refusals
+    assert refusals.count("would not take part") == 2
+    assert "GROUPS rollout_id prompt_id prompt_id prompt_id" in refusals
+    assert "ENTROPIES False False True True" in refusals
     assert "--hybrid-layer-pattern M-*- has M, which --transformer-impl local cannot build" in refusals
     assert "--hybrid-layer-pattern *E has layers of experts, and their number is not given" in refusals

@@ -22,12 +22,13 @@ from megatron_pg.args import (
 OFF = (
     "calculate_per_token_loss", "cross_entropy_loss_fusion", "ddp_average_in_collective",
     "defer_embedding_wgrad_compute", "decrease_batch_size_if_needed", "dynamic_context_parallel", "fp16",
-    "fp8_output_proj", "hybrid_context_parallel", "perform_rl_step", "sft", "use_megatron_fsdp", "use_mup",
-    "use_torch_fsdp2",
+    "fp8_output_proj", "hybrid_context_parallel", "multiple_validation_sets", "overlap_grad_reduce", "perform_rl_step",
+    "sft", "use_megatron_fsdp", "use_mup", "use_torch_fsdp2",
 )  # fmt: skip
 ABSENT = (
-    "expert_tensor_parallel_size", "loss_scale", "moe_z_loss_coeff", "mtp_num_layers", "num_experts",
-    "output_logit_dtype", "rampup_batch_size", "recompute_granularity", "train_samples",
+    "expert_tensor_parallel_size", "loss_scale", "moe_expert_capacity_factor", "moe_z_loss_coeff", "mtp_num_layers",
+    "num_experts", "output_logit_dtype", "rampup_batch_size", "recompute_granularity", "train_samples",
+    "virtual_pipeline_model_parallel_size",
 )  # fmt: skip
 ONE = (
     "context_parallel_size", "expert_model_parallel_size", "gtp_weight_remat_size",

@@ -37,6 +37,8 @@ def outcome(given: Mapping) -> tuple[str, bool, list[str]]:
         said.append("W4")
     if given["experts"] and given["aux"] and given["balancing"] == "global_aux_loss" and given["ranks"] > 1:
         said.append("W5")
+    if given["experts"]:
+        said += ["W5"] * ((given["capacity"] is not None) + (given["balancing"] == "sinkhorn"))
     if given["own"] is not None:
         said.append("W9")
     elif given["objective"] in ("gspo", "gmpo"):
@@ -264,7 +266,7 @@ def _graphs(given: Mapping) -> list[str]:
     on = given["flag"] is True or given["mode"] == "token_mean"
     parts = [*given["scope"], *given["modules"]]
     is_captured = given["graph"] == "transformer_engine" and (not parts or "moe_router" in parts)
-    balances = given["aux"] and given["balancing"] != "none"
+    balances = given["aux"] and given["balancing"] not in ("none", "sinkhorn")
     ranks = given["tp"] * given["cp"]
     is_small = (balances and given["balancing"] == "seq_aux_loss") or (ranks > 1 and (balances or given["z"]))
     return ["E65"] * bool(on and is_captured and given["experts"] and is_small)
@@ -287,10 +289,13 @@ def _sharded(given: Mapping, core: tuple[int, ...]) -> list[str]:
 def _megatron(given: Mapping) -> list[str]:
     on = given["flag"] is True or given["mode"] == "token_mean"
     found = []
+    if given["deferred"]:
+        found += ["E17"] * ((given["overlap"] and given["ranks"] * given["cp"] > 1) + bool(given["mtp"]))
     found += ["E18"] * bool(given["average"] and on)
     graph = [given["graph"], *given["scope"], *given["modules"]]
     found += ["E20"] * ("full_iteration" in graph)
     found += ["E28"] * bool(given["gtp"] and given["gtp"] > 1)
     found += ["E12"] * bool(given["hybrid"]) + ["E29"] * (given["loader"] != "external")
     found += ["E30"] * (bool(given["rl"]) + bool(given["sft"]) + bool(given["skip"]))
+    found += ["E30"] * bool(given["sets"] and given["virtual"])
     return found

@@ -273,6 +273,21 @@ def test_a_loss_that_megatron_divides_by_ranks_is_warned_of(change, messages, ag
     assert ids(said(arguments(**BALANCED | change | given))) == messages
 
 
+@pytest.mark.parametrize(
+    ("change", "messages"),
+    [
+        ({"moe_expert_capacity_factor": 1.5}, ["W5"]),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, ["W5"]),
+        ({"moe_router_load_balancing_type": ["sinkhorn"], "moe_expert_capacity_factor": 1.0}, ["W5", "W5"]),
+        ({"moe_expert_capacity_factor": 1.5, "num_experts": None}, []),
+        ({"moe_router_load_balancing_type": "sinkhorn", "num_experts": None}, []),
+        ({}, []),
+    ],
+)
+def test_experts_that_depend_on_other_tokens_are_warned_of(change, messages):
+    assert ids(said(arguments(**{"num_experts": 8, "data_parallel_size": 1} | change))) == messages
+
+
 @pytest.mark.usefixtures("user_code")
 def test_only_rank_zero_speaks_and_every_rank_reconciles(monkeypatch):
     overrides = path(REDUCER, **mode("token_mean", fp16=True, num_experts=4))

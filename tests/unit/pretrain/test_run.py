@@ -442,7 +442,7 @@ def logged(session, monkeypatch, tmp_path):
     """A function that logs one step and returns what the four places got; `session.on_step` is the callback."""
     board, wandb, said = {}, {}, []
 
-    def log(on_step=None, *, rank=0, heard=None, iteration=1, **metrics):
+    def log(on_step=None, *, rank=0, heard=None, iteration=1, arguments=(), **metrics):
         path = tmp_path / str(len(said)) / "metrics.jsonl"
         session = run._Run(on_step, lambda text: text.startswith("first step") or said.append(text), path)
         terms = SimpleNamespace(objective=SimpleNamespace(reported=("custom_metric",)))
@@ -453,7 +453,7 @@ def logged(session, monkeypatch, tmp_path):
         session.log.report = SimpleNamespace(
             metrics={"pg_loss": -0.5, "custom_metric": 2.0} | metrics, nonfinite={}, plan=plan
         )
-        args = Namespace(log_interval=1, tensorboard_log_interval=1)
+        args = Namespace(log_interval=1, tensorboard_log_interval=1, **dict(arguments))
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
         answers = iter(heard or [])
         monkeypatch.setattr(run_log, "broadcast_text", lambda text, source: next(answers, text))
@@ -484,6 +484,13 @@ def test_what_a_callback_returns_goes_where_the_metrics_go(logged):
     assert run.said == ["pg      1 | pg_loss -0.5 | grad_norm +1.5 | custom_metric +2 | exact_match +0.25"]
     (record,) = run.records
     assert (record["pg_loss"], record["exact_match"], record["objective"]) == (-0.5, 0.25, {"clip": "0.2"})
+
+
+def test_a_gradient_norm_that_megatron_fsdp_does_not_compute_is_none(logged):
+    for clip_grad, is_sharded, norm in ((0.0, True, None), (1.0, True, 1.5), (0.0, False, 1.5)):
+        run = logged(arguments={"clip_grad": clip_grad, "use_megatron_fsdp": is_sharded})
+        assert run.records[-1]["grad_norm"] == norm
+        assert ("grad_norm" in run.said[-1]) == (norm is not None)
 
 
 def test_a_callback_that_returns_nothing_leaves_the_console_line(logged):
