@@ -17,7 +17,7 @@ import pytest
 
 INSTALLED = "installed Triton"
 TUNED = ("3.6.0", "3.7.1")  # the single-pass kernel's shapes of rows were chosen with these: no spills
-FEW = 20  # spills of it with another Triton, with which the multi-pass kernels do the work
+FEW = 20  # spills of it with another Triton
 CHIPS = (80, 90, 100, 120)  # compute capabilities
 TRITONS = ("3.6.0", "3.8.0", "3.9.0")  # in addition to the installed one
 
