@@ -47,7 +47,7 @@ setup(
         "numpy",
         "packaging",
         "typing-extensions",
-        'triton>=3.2; platform_system == "Linux"',
+        'triton>=3.2; platform_system == "Linux"',  # of torch 2.6 and 2.7: --pg-kernel torch; the kernels need 3.4
     ],
     extras_require={
         "training": TRAINING,
@@ -69,6 +69,7 @@ setup(
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],

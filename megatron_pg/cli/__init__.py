@@ -126,7 +126,7 @@ def _parse(argv: list[str], name: str | None) -> argparse.Namespace:
     options, words = parser.parse_known_args(argv)
     for option, value in vars(options).items():
         flag, parts = f"--{option.replace('_', '-')}", value if isinstance(value, list) else [value]
-        if value == [] or [] in parts:  # argparse reads --flag=-- as the empty list
+        if value == [] or [] in parts or "--" in parts:  # argparse reads --flag=-- as [], newer ones as --
             raise InputError(f"{flag} has no value: -- is not one. Give one.")
         if "" in parts:
             shown = flag if any(word.startswith(flag) for word in argv) else option.upper()

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_pg import __version__
 from megatron_pg.cli.terminal import progress, say, show_json
 from megatron_pg.declarations.installation import installed_version
-from megatron_pg.declarations.single_pass import path_of
+from megatron_pg.declarations.single_pass import path_of, too_old
 from megatron_pg.rollouts.printable import printable
 
 TRIED = ("0.16", "0.17", "0.18", "0.19")  # docs/parallelism.md
@@ -128,6 +128,9 @@ def _torch(probe: Probe) -> Finding:
     )
 
 
+_KERNELS = "install triton 3.4 or later, or choose --pg-kernel torch"
+
+
 def _kernel(triton: Probe, torch: Probe) -> Finding:
     name, chosen, version = "device and kernel", torch.facts.get("chosen"), str(triton.facts.get("version"))
     if chosen is None:
@@ -135,8 +138,9 @@ def _kernel(triton: Probe, torch: Probe) -> Finding:
     if torch.facts["kernel"] == "torch":
         return Finding(name, "ok", chosen)
     if triton.error:
-        fix = "install triton 3.2 or later, or choose --pg-kernel torch"
-        return Finding(name, "fail", f"{chosen}; triton: {triton.error}", fix)
+        return Finding(name, "fail", f"{chosen}; triton: {triton.error}", _KERNELS)
+    if (needed := too_old(version)) is not None:
+        return Finding(name, "fail", f"{chosen}; it needs {needed}", _KERNELS)
     path = path_of(tuple(torch.facts["capability"]), version)
     return Finding(name, "ok" if path.is_tried else "note", f"{chosen}, Triton {version}, {path.text}")
 

@@ -1,9 +1,10 @@
-"""Where the single-pass kernel runs: the GPUs and the releases of Triton that its tests ran on, and others."""
+"""Which Triton the kernels need, and where the single-pass kernel runs: GPUs and releases of its tests, and others."""
 
 from dataclasses import dataclass
 
 _TRIED_CAPABILITY, _TRIED_TRITONS = 9, ((3, 6), (3, 7), (3, 8), (3, 9))  # of the figures in docs/benchmarks.md
 _LEAST_CAPABILITY = 8  # asynchronous copies
+_LEAST_TRITON = (3, 4)  # of every kernel: the fields of a constant are read in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +16,19 @@ class Path:
     text: str  # for banner and doctor
 
 
+def too_old(triton: str) -> str | None:
+    """What the kernels need instead of this release of Triton; None if they compile with it."""
+    needs = "Triton 3.4 or later (torch 2.8 or later brings it)"
+    return f"{needs}, and this is {triton}" if _release(triton) < _LEAST_TRITON else None
+
+
+def _release(triton: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in triton.split(".")[:2])
+
+
 def path_of(capability: tuple[int, int], triton: str) -> Path:
     """The path on a GPU of this compute capability with this release of Triton."""
-    release = tuple(int(part) for part in triton.split(".")[:2])
+    release = _release(triton)
     chip = ".".join(map(str, capability))
     needs = "multi-pass kernels: the single-pass kernel needs"
     if release < _TRIED_TRITONS[0]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_pg.declarations.choices import IMPLEMENTATIONS
 from megatron_pg.declarations.loss_terms import KINDS, LossTerm
+from megatron_pg.declarations.single_pass import too_old
 from megatron_pg.kernels.policy_loss import LossTerms, PolicyLoss
 from megatron_pg.kernels.vocabulary import Vocabulary
 
@@ -93,8 +94,16 @@ def _check_mixture(term: LossTerm) -> None:
         )
 
 
+def check_triton(choice: str) -> None:
+    """Refuse a Triton that does not compile the kernels, which the flag or argument `choice` chose."""
+    import triton  # torch alone must not need Triton
+
+    if (needed := too_old(triton.__version__)) is not None:
+        raise ValueError(f"{choice} needs {needed}. Update both, or choose torch.")
+
+
 def check_for_triton(values: Tensor) -> None:
-    """Refuse a device or dtype that the Triton kernels do not support."""
+    """Refuse a device, dtype or Triton that the kernels do not support."""
     if values.dtype == torch.float64:
         raise ValueError("impl='triton' computes in float32 and would lose float64's digits. Use impl='torch'.")
     if values.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -102,6 +111,7 @@ def check_for_triton(values: Tensor) -> None:
             f"impl='triton' cannot run on {values.device}: Triton kernels need a CUDA device (or TRITON_INTERPRET=1, "
             "to test). Use impl='torch'."
         )
+    check_triton("impl='triton'")
 
 
 def check_layout(logits: Tensor, inplace: bool) -> None:

@@ -15,6 +15,7 @@ from megatron_pg.declarations.objectives import VALUE_LOSS
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import chosen_head
 from megatron_pg.kernels import LossTerms
+from megatron_pg.kernels.checks import check_triton
 from megatron_pg.kernels.device import chosen
 from megatron_pg.lm_head.inputs import check_scaled_exp_kernel, is_tried_gpu
 from megatron_pg.lm_head.teacher_file import TeacherHead
@@ -232,6 +233,8 @@ def _kernel_and_head(facts: Facts, terms: LossTerms) -> dict[str, Any]:
     if args.pg_kernel != "torch" and not facts.is_critic:  # else no GPU is touched: a process that plans may have none
         choice = chosen(args.pg_kernel)
         kernel, gpu = choice.kernel, choice.device if choice.device.type == "cuda" else None
+        if kernel == "triton":
+            check_triton("--pg-kernel triton")
     if mode == AUTO:
         has_kernel = gpu is not None and facts.megatron("params_dtype") == torch.bfloat16 and is_tried_gpu(gpu)
         mode, text = chosen_head(facts, reads_sequences=terms.reads_sequences, has_kernel=has_kernel)

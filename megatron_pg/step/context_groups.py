@@ -9,7 +9,7 @@ recomputed layers use the same group.
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ class ContextGroups:
         for size in run_sizes(len(ranks)):
             runs = [other[i : i + size] for other in planes for i in range(0, len(ranks), size)]
             group, _ = torch.distributed.new_subgroups_by_enumeration(runs)
-            self._groups[ContextRanks(mine - mine % size, size)] = group
+            self._groups[ContextRanks(mine - mine % size, size)] = cast(ProcessGroup, group)  # one has this rank
 
     def check(self, batches: Sequence[PackedBatch]) -> None:
         """Refuse micro-batches that are not split over a run of ranks with this one."""

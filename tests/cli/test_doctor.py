@@ -51,6 +51,7 @@ BAD = {  # row, status and a part of the advice: which probe, what it found, and
     "torch: fail: repair the CUDA driver": ("torch", TORCH, "RuntimeError: CUDA driver"),
     "torch: note: is this a GPU machine": ("torch", TORCH | {"capability": None, "devices": [], "nccl": True}, None),
     "device and kernel: fail: --pg-kernel torch": ("triton", {}, "No module named 'triton'"),
+    "device and kernel: fail: install triton 3.4": ("triton", {"version": "3.3.1"}, None),
     "device and kernel: note: ": ("triton", {"version": "3.10.0"}, None),  # not tried
     "megatron-core: fail: uninstall transformer-engine": ("megatron", {}, META),
     "megatron-core: fail: install megatron-core": ("megatron", {}, "No module named 'megatron'"),

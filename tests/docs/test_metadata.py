@@ -1,6 +1,7 @@
 """What setup.py says of the project: one version, links that lead somewhere outside of the repository too, dated
 changes."""
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,10 @@ import megatron_pg
 
 ROOT = Path(__file__).parents[2]
 HOME = "https://host/owner/name"
+NEWER = re.compile(  # names that `typing` got after Python 3.10
+    "Self|Never|LiteralString|Required|NotRequired|Unpack|TypeVarTuple|assert_never|assert_type|reveal_type|override|"
+    "dataclass_transform|get_overloads|clear_overloads|TypeAliasType|ReadOnly|TypeIs|NoDefault|get_protocol_members"
+)
 
 
 @pytest.fixture
@@ -56,3 +61,12 @@ def test_every_extra_of_the_makefile_exists(said):
     used = re.findall(r'--editable "\.\[(\w+)\]"', (ROOT / "Makefile").read_text(encoding="utf-8"))
     assert used
     assert set(used) <= said("")["extras_require"].keys()
+
+
+def test_the_package_takes_from_typing_what_the_oldest_python_has_there(said):
+    assert said("")["python_requires"] == ">=3.10"
+    assert "typing-extensions" in said("")["install_requires"]
+    for path in (ROOT / "megatron_pg").rglob("*.py"):
+        imports = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ImportFrom)]
+        taken = [each.name for node in imports if node.module == "typing" for each in node.names]
+        assert not [name for name in taken if NEWER.fullmatch(name)], path

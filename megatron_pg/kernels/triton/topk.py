@@ -129,11 +129,12 @@ def take_and_hide_kernel(logits, targets, mask, ids, shares, K, valid, first, st
     live = tl.load(mask + row) != 0
     k = tl.arange(0, BLOCK)
     column = tl.load(ids + row * K + k, k < K, -1) - first
-    owned = (column >= 0) & (column < valid) & live
+    end = tl.where(live, valid, 0)  # not `& live`: Triton 3.9's interpreter refuses a number's comparison in a mask
+    owned = (column >= 0) & (column < end)
     z_row = logits + row * stride
     value = tl.load(z_row + column, mask=owned, other=0.0).to(tl.float32)
     target = tl.load(targets + row) - first
-    of_target = tl.load(z_row + target, mask=(target >= 0) & (target < valid) & live, other=0.0).to(tl.float32)
+    of_target = tl.load(z_row + target, mask=(target >= 0) & (target < end), other=0.0).to(tl.float32)
     tl.debug_barrier()  # the target may be one of the ids
     tl.store(z_row + column, tl.full((BLOCK,), float("-inf"), tl.float32).to(logits.dtype.element_ty), owned)
     share = shares + row * (K + 4)

@@ -95,7 +95,7 @@ def divergence_kernel(
     named = token >= 0
     trained = tl.load(mask + row) != 0
     head = tl.load(heads + row * K + k, named, 0.0)
-    exists = named & trained
+    exists = tl.where(trained, token, -1) >= 0  # not `named & trained`, a mask that Triton 3.9's interpreter refuses
     log_p = tl.load(logprobs + row * K + k, exists, 0.0).to(tl.float64)
     value, slope = FORM(tl.where(exists, head, 0.0), log_p, NUMBERS)
     divergence = tl.sum(tl.where(exists, value, 0.0), 0)

@@ -255,7 +255,9 @@ def _read_row(m, s, t, z_row, offsets, lead, valid, c, WALK: tl.constexpr):
         tiles = (tl.load(z_row + at, mask=offsets < end - at, other=minus_infinity(KIND)),)
         for k in tl.static_range(UNROLL - 1):
             i = full * UNROLL + k
-            tiles = tiles + (tl.load(z_row + begin + i * TILE, mask=i < whole, other=minus_infinity(KIND)),)
+            # 0 * offsets: Triton 3.9's interpreter refuses a comparison of two numbers as the mask of a tile
+            here = i + 0 * offsets < whole
+            tiles = tiles + (tl.load(z_row + begin + i * TILE, mask=here, other=minus_infinity(KIND)),)
         m, s, t = accumulate(m, s, t, tiles, c, KIND, True)
     return m, s, t
 

@@ -81,10 +81,11 @@ def target_kernel(
     row = tl.load(rows + at).to(tl.int64)
     local = tl.load(targets + at) - first
     owned = (local >= 0) & (local < valid)
+    end = tl.where(owned, width, 0)  # not `& owned` below: Triton 3.9's interpreter refuses such a mask
     products = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        here = (column < width) & owned
+        here = column < end
         x = tl.load(hidden + row * width + column, here, 0.0).to(tl.float32)
         products = tl.fma(x, tl.load(weight + local * width + column, here, 0.0).to(tl.float32), products)
     tl.store(target_logits + at, softcapped(tl.sum(products, 0), CAP) * c)

@@ -8,11 +8,12 @@ of the logits on a rank.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from megatron_pg.rollouts.printable import shorten
 

@@ -12,6 +12,7 @@ from megatron_pg.declarations.choices import HEAD_MODES
 from megatron_pg.flags import compatibility
 from megatron_pg.flags.banner import banner, in_force
 from megatron_pg.kernels import device
+from megatron_pg.kernels.checks import check_triton
 from megatron_pg.kernels.triton.loss import path_on
 from megatron_pg.plan.settings import LossSettings, agreed
 
@@ -172,3 +173,15 @@ def test_ranks_with_a_mode_exchange_nothing():
     for head in (None, *HEAD_MODES):
         given = settings_of(pg_fused_head=head, pg_kernel="torch")
         assert agreed(given) is given
+
+
+@pytest.mark.parametrize("given", [{}, {"pg_kernel": "triton"}, {"pg_fused_head": "scaled_exp"}])
+def test_a_triton_that_does_not_compile_the_kernels_is_refused_unless_torch_is_chosen(hopper, given):
+    hopper(release="3.3.1")  # the one of torch 2.7
+    with pytest.raises(ValueError, match=r"--pg-kernel triton needs Triton 3\.4 .*, and this is 3\.3\.1\. .* torch\.$"):
+        settings_of(**given)
+    assert settings_of(pg_kernel="torch").impl == "torch"
+    with pytest.raises(ValueError, match="impl='triton' needs Triton 3"):
+        check_triton("impl='triton'")
+    hopper(release="3.4.0")
+    assert settings_of(**given).impl == "triton"
