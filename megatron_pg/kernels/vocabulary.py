@@ -58,6 +58,14 @@ class Vocabulary:
             )
         return cls(columns, whole if vocab_size is None else vocab_size, temperature, tp_group, softcap)
 
+    def check_columns(self, what: str, columns: int) -> None:
+        """Raise ValueError for logits, or a weight that makes logits, of another number of columns."""
+        if columns != self.columns:
+            raise ValueError(
+                f"{what} have {columns} columns on this rank, and the vocabulary {self.columns}. Use "
+                f"Vocabulary.of({columns}, …)."
+            )
+
     @property
     def ranks(self) -> int:
         """Tensor-parallel ranks that share the columns."""

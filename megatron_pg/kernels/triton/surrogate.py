@@ -32,21 +32,26 @@ BLOCK = 256
 
 def surrogate_loss(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> PolicyGradientLoss:
     """`policy_loss(logprobs, entropy)` of a loss with a token kernel, from [T] float32 each, 0 where masked."""
-    return PolicyGradientLoss(*_Surrogate.apply(logprobs, entropy, policy_loss))
+    found: list[PolicyGradientLoss] = []
+    _Surrogate.apply(logprobs, entropy, policy_loss, found)
+    return found[0]
 
 
 class _Surrogate(torch.autograd.Function):
+    """Returns the loss alone; `found` receives it with the values per token."""
+
     @staticmethod
-    def forward(ctx, logprobs, entropy, policy_loss):
-        found, slopes = surrogate_and_slopes(policy_loss, logprobs, entropy)
+    def forward(ctx, logprobs, entropy, policy_loss, found):
+        result, slopes = surrogate_and_slopes(policy_loss, logprobs, entropy)
         ctx.save_for_backward(*slopes)
-        return found.for_autograd(ctx)
+        found.append(result)
+        return result.loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_loss, *_):
+    def backward(ctx, grad_loss):
         slope, bend = ctx.saved_tensors
-        return slope * grad_loss, None if bend is None else bend * grad_loss, None
+        return slope * grad_loss, None if bend is None else bend * grad_loss, None, None
 
 
 def surrogate_and_slopes(

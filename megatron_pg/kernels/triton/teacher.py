@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron_pg.kernels.readers import Slopes, filled
-from megatron_pg.kernels.teacher import TeacherLogits, TeacherReader, TeacherRowStatistics
+from megatron_pg.kernels.teacher import TeacherReader, TeacherRowStatistics
 from megatron_pg.kernels.triton.tiles import (
     FLOOR,
     FUSED,
@@ -39,16 +39,12 @@ from megatron_pg.kernels.triton.vocab_parallel import (
     slope_of,
     write_block,
 )
-from megatron_pg.kernels.vocabulary import Vocabulary
 
 MIX, WRITE = Walk(warps=8, unroll=4), Walk(warps=1, unroll=8)
 
 
 class TritonTeacherReader(TeacherReader):
     """`TeacherReader` by kernels."""
-
-    def __init__(self, vocabulary: Vocabulary, targets: Tensor, teacher: TeacherLogits):
-        super().__init__(vocabulary, targets.contiguous(), teacher)  # kernels have no strides
 
     @override
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
@@ -86,11 +82,10 @@ class TritonTeacherReader(TeacherReader):
         (student, teacher), vocabulary = self._pair(z, chunk), self._vocabulary
         blocks = WRITE.blocks(student, student.shape[1])
         tensors = student, teacher, out, self._targets[chunk], rows
-        slopes = tuple(slope.contiguous() for slope in filled(slopes, rows))
         strides = student.stride(0), teacher.stride(0), out.stride(0)
         scalars = Columns.of(vocabulary, student), blocks, strides, log2_scale(vocabulary)
         options = WRITE.options(student, vocabulary.softcap) | {"FORM": self._form}
-        gradient_kernel[(len(student) * blocks,)](*tensors, slopes, *scalars, **options)
+        gradient_kernel[(len(student) * blocks,)](*tensors, filled(slopes, rows), *scalars, **options)
 
 
 @triton.jit

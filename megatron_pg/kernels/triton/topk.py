@@ -23,15 +23,11 @@ from megatron_pg.kernels.vocabulary import Vocabulary
 NATS = tl.constexpr(logprobs.FLOOR)
 
 
-class TritonTopKReader(TritonReader[TopKRowStatistics]):
+class TritonTopKReader(TritonReader[TopKRowStatistics, Tensor]):
     """`TopKReader` by kernels, which hide the ids in the logits while the others are reduced."""
 
     record = TopKRowStatistics
     empty = TopKReader.empty
-
-    def __init__(self, vocabulary: Vocabulary, targets: Tensor, ids: Tensor, mask: Tensor | None = None):
-        super().__init__(vocabulary, targets, mask)
-        self._ids = ids.contiguous()
 
     @override
     def read(self, logits: Tensor, *, may_hide: bool = False) -> TopKRowStatistics:
@@ -41,7 +37,7 @@ class TritonTopKReader(TritonReader[TopKRowStatistics]):
         if hides and may_hide:  # other readers of the saved logits get an error, not the gradient of -inf
             torch.autograd.graph.increment_version(logits)
         elif hides:
-            put(logits, self._ids, self._mask, shares[:, 4:], self._vocabulary)
+            put(logits, self._detail, self._mask, shares[:, 4:], self._vocabulary)
         return self.combine(self._vocabulary.gather(shares), logits, ALL)
 
     @override
@@ -50,7 +46,7 @@ class TritonTopKReader(TritonReader[TopKRowStatistics]):
 
         The ids are left hidden in the logits; `put` brings them back, at once where a softcap's gradient needs them.
         """
-        where, ids, vocabulary = self._where(chunk), self._ids[chunk], self._vocabulary
+        where, ids, vocabulary = self._where(chunk), self._detail[chunk], self._vocabulary
         shares = torch.empty(len(ids), 4 + ids.shape[1], dtype=torch.float32, device=z.device)
         sizes = ids.shape[1], vocabulary.valid, vocabulary.first, z.stride(0)
         take_and_hide_kernel[(len(ids),)](z, *where, ids, shares, *sizes, **block_of(ids), **FUSED)
@@ -63,12 +59,12 @@ class TritonTopKReader(TritonReader[TopKRowStatistics]):
     @override
     def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> TopKRowStatistics:
         """0 where masked."""
-        return combine(shares, *self._where(chunk), self._ids[chunk], self._vocabulary)
+        return combine(shares, *self._where(chunk), self._detail[chunk], self._vocabulary)
 
     @override
     def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: TopKRowStatistics, slopes: Slopes) -> None:
         """The ids may be hidden in the logits or not."""
-        (targets, mask), ids, vocabulary = self._where(chunk), self._ids[chunk], self._vocabulary
+        (targets, mask), ids, vocabulary = self._where(chunk), self._detail[chunk], self._vocabulary
         factors, named = coefficients(targets, mask, ids, rows, filled(slopes, rows), vocabulary)
         if vocabulary.softcap is not None:
             logits = z.gather(1, vocabulary.owned(ids)[0].long())
@@ -116,7 +112,7 @@ def coefficients(
     """
     factors = torch.empty(len(ids), 3, dtype=torch.float32, device=ids.device)
     named = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
-    tensors = targets, mask, ids, rows, tuple(slope.contiguous() for slope in slopes), factors, named
+    tensors = targets, mask, ids, rows, slopes, factors, named
     sizes = ids.shape[1], vocabulary.size, log2_scale(vocabulary)
     coefficients_kernel[(len(ids),)](*tensors, *sizes, **block_of(ids), **FUSED)
     return factors, named

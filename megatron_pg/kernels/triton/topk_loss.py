@@ -22,12 +22,10 @@ def topk_loss(
 ) -> PolicyGradientLoss:
     """The loss from `TopKRowStatistics.outputs` and its `topk_ids`; differentiable."""
     logprobs, entropy, head, tail = outputs
-    rest = replace(policy_loss, terms=policy_loss.terms.without_topk)
+    rest = replace(policy_loss, terms=policy_loss.terms.without_teacher)
     found = surrogate_loss(rest, logprobs, entropy) if rest.token_kernel else rest(logprobs, entropy)
-    added, values, mass = _Divergences.apply(head, tail, ids, policy_loss, vocabulary)
-    own, others = iter(values), iter(() if found.term_losses is None else found.term_losses)
-    losses = [next(own if term.reads_topk else others) for term in policy_loss.terms.further]
-    return replace(found, loss=found.loss + added, term_losses=torch.stack(losses), student_mass=mass)
+    added, losses, mass = _Divergences.apply(head, tail, ids, policy_loss, vocabulary)
+    return replace(found.with_terms(policy_loss, [added], losses), student_mass=mass)
 
 
 class _Divergences(torch.autograd.Function):
