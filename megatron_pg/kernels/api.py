@@ -72,7 +72,7 @@ def grpo_loss(
     Raises:
         ValueError: shapes, dtypes or options are not valid, or on a CPU a target.
     """
-    columns = logits.shape[-1:].numel()  # 1 of a number, which is refused below
+    columns = logits.shape[-1] if logits.dim() else 0
     vocabulary = Vocabulary.of(
         columns, temperature=temperature, vocab_size=vocab_size, softcap=softcap, tp_group=tp_group
     )

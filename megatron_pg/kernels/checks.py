@@ -34,6 +34,8 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
     known = fields.per_token()
     for payload, rows in fields.payloads.items():
         known |= {f"{payload}.{name}": getattr(rows, name) for name in rows.per_row}
+    if terms.reads_sequences:
+        known |= {f"sequences.{name}": getattr(fields.sequences, name) for name in ("slots", "order")}
     size, device = (fields.targets.numel(),), values.device
     for name, found in known.items():
         if found.shape != size and not (name in _TABLES and found.dim() == 2 and found.shape[:1] == size):
@@ -106,7 +108,7 @@ def check_for_triton(values: Tensor) -> None:
 
 def check_layout(logits: Tensor, inplace: bool) -> None:
     """Refuse logits that the kernels cannot read in order, or may not overwrite."""
-    if logits.shape[1] > 0 and logits.stride(1) != 1:
+    if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError(
             f"logits have stride {logits.stride(1)} along the vocabulary, which the kernels read in order. "
             "Use logits.contiguous()."

@@ -39,9 +39,9 @@ def reader_of(
     if detail is None:
         return vocab_parallel.TritonPlainReader(vocabulary, targets, mask=mask)
     if isinstance(detail, Tensor):
-        return topk.TritonTopKReader(vocabulary, targets, detail, mask)
+        return topk.TritonTopKReader(vocabulary, targets, detail, mask=mask)
     if isinstance(detail, Restriction):
-        return sampling_masks.TritonSamplingMaskReader(vocabulary, targets, detail, mask)
+        return sampling_masks.TritonSamplingMaskReader(vocabulary, targets, detail, mask=mask)
     return teacher.TritonTeacherReader(vocabulary, targets, detail)
 
 

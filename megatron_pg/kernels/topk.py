@@ -35,7 +35,7 @@ class TopKRowStatistics(NamedTuple):
 
     logprobs: Tensor  # [T]
     entropy: Tensor  # [T]
-    totals: Tensor  # [T], of `Rows`
+    totals: Tensor  # [T], of `RowStatistics`
     head: Tensor  # [T, K] float64
     tail: Tensor  # [T] float64
     tail_peaks: Tensor  # [T] m = max z/tau over the tail

@@ -90,7 +90,7 @@ class TritonReader(Reader[R, D]):
         mask: [n] bool, the rows that are read; statistics of others are 0. None: all rows.
     """
 
-    def __init__(self, vocabulary: Vocabulary, targets: Tensor, detail: D | None = None, mask: Tensor | None = None):
+    def __init__(self, vocabulary: Vocabulary, targets: Tensor, detail: D | None = None, *, mask: Tensor | None = None):
         super().__init__(vocabulary, targets, detail)
         self._mask = torch.ones_like(self._targets, dtype=torch.bool) if mask is None else mask.contiguous()
 
