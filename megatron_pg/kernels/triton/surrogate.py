@@ -67,7 +67,7 @@ def surrogate_and_slopes(
         numbers = known.numbers, known.coefficients, known.slope_scale, terms.opsm_threshold or 0.0
         options = known.constants | {"SEQUENCES": terms.reads_sequences, "BLOCK": BLOCK} | FUSED
         surrogate_kernel[(-(-rows // BLOCK),)](*read, out, rows, count, *numbers, **options)
-    return _found(policy_loss, known, logprobs, entropy, out.unbind())
+    return _found(policy_loss, logprobs, entropy, out.unbind())
 
 
 def loss_of_rows(
@@ -81,21 +81,15 @@ def loss_of_rows(
     options = reading(logits, vocabulary) | known.constants
     token_loss_kernel[(rows,)](logits, targets, field_pointers(policy_loss), out, *sizes, *numbers, **options)
     logprobs, entropies, _, _, *values = out.unbind()
-    found, (_, bend) = _found(policy_loss, known, logprobs, entropies, values, has_entropy=entropy)
+    found, (_, bend) = _found(policy_loss, logprobs, entropies, values, has_entropy=entropy)
     return found, OfRows(out, by_entropies=bend)
 
 
 def _found(
-    policy_loss: PolicyLoss,
-    known: KernelTerms,
-    logprobs: Tensor,
-    entropy: Tensor,
-    values: Sequence[Tensor],
-    *,
-    has_entropy: bool = True,
+    policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor, values: Sequence[Tensor], *, has_entropy: bool = True
 ) -> tuple[PolicyGradientLoss, tuple[Tensor, Tensor | None]]:
     """The results of a kernel by their names, and the derivatives."""
-    found: dict[Any, Any] = dict(zip(known.results, values, strict=True))
+    found: dict[Any, Any] = dict(zip(KernelTerms.of(policy_loss.terms).results, values, strict=True))
     kept = found.get("kept")
     loss = PolicyGradientLoss(
         found["loss"].sum(),
