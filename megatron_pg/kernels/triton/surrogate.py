@@ -42,7 +42,7 @@ class _Surrogate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logprobs, entropy, policy_loss, found):
-        result, slopes = surrogate_and_slopes(policy_loss, logprobs, entropy)
+        result, slopes = surrogate_and_slopes(policy_loss, logprobs.detach(), entropy.detach())
         ctx.save_for_backward(*slopes)
         found.append(result)
         return result.loss

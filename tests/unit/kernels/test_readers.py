@@ -113,6 +113,7 @@ def check(
     for out, of_first, _ in results:
         assert torch.equal(out.loss, results[0][0].loss), "ranks have different bits"
         assert torch.equal(out.logprobs, results[0][0].logprobs)
+        assert not any(values.requires_grad for values in out.per_token if values is not None)
         errors += [scalar_error(float(out.loss.detach()), float(loss.detach()), 10.0)]
         errors += [tensor_error(out.logprobs.cpu(), logprobs)]
         if not is_stored:
