@@ -23,14 +23,7 @@ from megatron_pg.kernels.triton.tiles import (
     through_cap,
 )
 from megatron_pg.kernels.triton.topk import put_kernel
-from megatron_pg.kernels.triton.vocab_parallel import (
-    Columns,
-    TritonReader,
-    log2_scale,
-    row_factors,
-    row_slopes,
-    slope_of,
-)
+from megatron_pg.kernels.triton.vocab_parallel import TritonReader, log2_scale, row_factors, row_slopes, slope_of
 
 BLOCK = 256  # ids at a time
 WARPS = 4
@@ -68,7 +61,7 @@ class TritonSamplingMaskReader(TritonReader[SamplingMaskRowStatistics, Restricti
         is_whole, ids = restriction.sampling_mask.counts == 0, restriction.sampling_mask.ids
         values = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
         options = {"BLOCK": BLOCK, "num_warps": WARPS} | FUSED
-        sizes = Columns.of(vocabulary, z), z.stride(0), log2_scale(vocabulary)
+        sizes = vocab_parallel.Columns.of(vocabulary, z), z.stride(0), log2_scale(vocabulary)
         read = z, targets, mask, _sets(restriction), values, rows, by_outputs
         constants = {"KIND": Kind(cap=vocabulary.softcap), "WHOLE_ENTROPY": restriction.whole_entropy}
         # before the logits are overwritten
