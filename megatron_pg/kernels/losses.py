@@ -39,7 +39,7 @@ def reader_of(
     if detail is None:
         return vocab_parallel.TritonPlainReader(vocabulary, targets, mask=mask)
     if isinstance(detail, Tensor):
-        return topk.TritonTopKReader(vocabulary, targets, detail, mask=mask)
+        return topk.TritonTopKReader(vocabulary, targets, detail.contiguous(), mask=mask)
     if isinstance(detail, Restriction):
         return sampling_masks.TritonSamplingMaskReader(vocabulary, targets, detail, mask=mask)
     return teacher.TritonTeacherReader(vocabulary, targets, detail)

@@ -116,7 +116,7 @@ class PolicyGradientLoss:
     def with_terms(
         self, policy_loss: "PolicyLoss", added: Iterable[Tensor], losses: Iterable[Tensor]
     ) -> "PolicyGradientLoss":
-        """Of the loss of `LossTerms.without_teacher` that of all terms.
+        """The loss of all terms, from this one of `LossTerms.without_teacher`.
 
         Args:
             policy_loss: with all terms.
@@ -201,8 +201,9 @@ class PolicyLoss:
         further, term_losses = self._terms(tokens, logprobs, entropy, topk, divergence)
         loss = loss if further is None else loss + further
         named = None if topk is None else torch.where(cast(Tensor, self.topk_ids) >= 0, topk.head.detach().exp(), 0)
-        if loss.requires_grad and self.terms.grad_divisor != 1.0:
-            loss.register_hook(lambda gradient: gradient / self.terms.grad_divisor)
+        divisor = self.terms.grad_divisor
+        if loss.requires_grad and divisor != 1.0:
+            loss.register_hook(lambda gradient: gradient / divisor)
         return PolicyGradientLoss(
             loss,
             token_losses.detach(),
