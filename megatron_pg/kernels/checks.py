@@ -1,5 +1,6 @@
 """Checks of the arguments of kernels and heads."""
 
+import math
 import os
 from functools import lru_cache
 
@@ -66,8 +67,8 @@ def _needed(terms: LossTerms) -> tuple[str, ...]:
 
 
 def _check_factor(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name}={value} is not > 0. Use 1.")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}={value} is not > 0 and finite. Use 1.")
 
 
 def check_labels(policy_loss: PolicyLoss, vocabulary: Vocabulary) -> None:

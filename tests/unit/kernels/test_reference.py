@@ -55,6 +55,8 @@ def test_the_default_mask_is_where_the_weight_is_not_zero():
         ({"impl": "cuda"}, "impl='cuda' is not one of triton, torch"),
         ({"inplace": True}, "inplace=True cannot be done"),
         ({"grad_divisor": 0.0}, "grad_divisor=0.0 is not > 0"),
+        ({"grad_divisor": float("inf")}, "grad_divisor=inf is not > 0 and finite"),
+        ({"grad_scale": float("nan")}, "grad_scale=nan is not > 0 and finite"),
         ({"weights": torch.ones(5)}, "weights has shape (5,)"),
         ({"mask": torch.ones(6)}, "mask has dtype torch.float32, not bool"),
         ({"temperature": -1.0}, "temperature=-1.0 is not > 0"),
