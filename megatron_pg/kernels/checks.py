@@ -50,6 +50,10 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
             raise ValueError(
                 f"{name} has dtype {found.dtype}, not bool: it says which tokens are trained. Use {name}.bool()."
             )
+        if name == "teacher_topk.logprobs" and found.shape != fields.topk.ids.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(found.shape)} for ids {tuple(fields.topk.ids.shape)}. Give one per id."
+            )
         if name == "teacher_topk.ids" and found.dtype != torch.int32:
             raise ValueError(f"{name} has dtype {found.dtype}, which kernels would misread. Use {name}.int().")
     _check_factor("grad_scale", grad_scale)

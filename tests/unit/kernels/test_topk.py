@@ -150,6 +150,7 @@ def test_without_gradient_the_logits_stay_as_they_are():
     [
         ({"ids": torch.zeros(6, 4, dtype=torch.int64)}, "teacher_topk.ids has dtype torch.int64, which kernels would"),
         ({"tails": torch.zeros(5)}, r"teacher_topk.tails has shape \(5,\) for \(6,\) targets"),
+        ({"logprobs": torch.zeros(6, 5)}, r"teacher_topk.logprobs has shape \(6, 5\) for ids \(6, 4\)"),
         (None, "teacher_topk is missing, and a term of the loss needs it"),
     ],
 )
