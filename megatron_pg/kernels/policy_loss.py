@@ -201,9 +201,8 @@ class PolicyLoss:
         further, term_losses = self._terms(tokens, logprobs, entropy, topk, divergence)
         loss = loss if further is None else loss + further
         named = None if topk is None else torch.where(cast(Tensor, self.topk_ids) >= 0, topk.head.detach().exp(), 0)
-        divisor = self.terms.grad_divisor
-        if loss.requires_grad and divisor != 1.0:
-            loss.register_hook(lambda gradient: gradient / divisor)
+        if self.terms.grad_divisor != 1.0:
+            loss = loss.detach() + (loss - loss.detach()) / self.terms.grad_divisor
         return PolicyGradientLoss(
             loss,
             token_losses.detach(),
