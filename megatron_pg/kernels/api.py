@@ -72,13 +72,15 @@ def grpo_loss(
     Raises:
         ValueError: shapes, dtypes or options are not valid, or on a CPU a target.
     """
-    check_logits(logits, targets)
+    columns = logits.shape[-1] if logits.dim() else 0
     vocabulary = Vocabulary.of(
-        logits.shape[1], temperature=temperature, vocab_size=vocab_size, softcap=softcap, tp_group=tp_group
+        columns, temperature=temperature, vocab_size=vocab_size, softcap=softcap, tp_group=tp_group
     )
     fields = (targets, old_logprobs, advantages, weights, mask)
     policy_loss = clipped_surrogate(fields, vocabulary, clip_eps_low, clip_eps_high, grad_divisor)
-    return _of_checked_logits(logits, policy_loss, vocabulary, grad_scale, entropy, inplace, impl)
+    return policy_gradient_loss(
+        logits, policy_loss, vocabulary, grad_scale=grad_scale, entropy=entropy, inplace=inplace, impl=impl
+    )
 
 
 def clipped_surrogate(
@@ -130,20 +132,8 @@ def policy_gradient_loss(  # noqa: D417
     Raises:
         ValueError: invalid shapes, dtypes or options, or a field that a term needs is missing.
     """
-    check_logits(logits, policy_loss.fields.targets)
-    return _of_checked_logits(logits, policy_loss, vocabulary, grad_scale, entropy, inplace, impl)
-
-
-def _of_checked_logits(
-    logits: Tensor,
-    policy_loss: PolicyLoss,
-    vocabulary: Vocabulary,
-    grad_scale: float,
-    entropy: bool,
-    inplace: bool,
-    impl: str,
-) -> PolicyGradientLoss:
     check_impl(impl)
+    check_logits(logits, policy_loss.fields.targets, vocabulary)
     check_loss(logits, policy_loss, grad_scale)
     if policy_loss.terms.whole_form is not None:
         raise ValueError(

@@ -1,5 +1,6 @@
 """Checks of the arguments of kernels and heads."""
 
+import math
 import os
 from functools import lru_cache
 
@@ -35,6 +36,8 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
     known = fields.per_token()
     for payload, rows in fields.payloads.items():
         known |= {f"{payload}.{name}": getattr(rows, name) for name in rows.per_row}
+    if terms.reads_sequences:
+        known |= {f"sequences.{name}": getattr(fields.sequences, name) for name in ("slots", "order")}
     size, device = (fields.targets.numel(),), values.device
     for name, found in known.items():
         if found.shape != size and not (name in _TABLES and found.dim() == 2 and found.shape[:1] == size):
@@ -47,6 +50,10 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
         if name.endswith("mask") and found.dtype != torch.bool:
             raise ValueError(
                 f"{name} has dtype {found.dtype}, not bool, and it selects the trained tokens. Use {name}.bool()."
+            )
+        if name == "teacher_topk.logprobs" and found.shape != fields.topk.ids.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(found.shape)} for ids {tuple(fields.topk.ids.shape)}. Give one per id."
             )
         if name == "teacher_topk.ids" and found.dtype != torch.int32:
             raise ValueError(f"{name} has dtype {found.dtype}, which kernels would misread. Use {name}.int().")
@@ -65,8 +72,8 @@ def _needed(terms: LossTerms) -> tuple[str, ...]:
 
 
 def _check_factor(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name}={value} is not > 0. Use 1.")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}={value} is not > 0 and finite. Use 1.")
 
 
 def check_labels(policy_loss: PolicyLoss, vocabulary: Vocabulary) -> None:
@@ -116,7 +123,7 @@ def check_for_triton(values: Tensor) -> None:
 
 def check_layout(logits: Tensor, inplace: bool) -> None:
     """Refuse logits that the kernels cannot read in order, or may not overwrite."""
-    if logits.shape[1] > 0 and logits.stride(1) != 1:
+    if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError(
             f"logits have stride {logits.stride(1)} along the vocabulary, which the kernels read in order. "
             "Use logits.contiguous()."

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_pg.kernels.checks import check_impl
 from megatron_pg.kernels.label_logprobs import read_stored
 from megatron_pg.kernels.logprobs import check_logits
 from megatron_pg.kernels.losses import reader_of
@@ -42,9 +43,10 @@ def cross_entropy(
         impl: "triton" or "torch".
 
     Raises:
-        ValueError: invalid shapes or dtypes.
+        ValueError: invalid shapes, dtypes or options.
     """
-    check_logits(logits, targets)
+    check_impl(impl)
+    check_logits(logits, targets, vocabulary)
     if impl == "torch":
         reader = reader_of(impl, vocabulary, targets.index_select(0, rows))
         logprobs, _, totals = read_stored(logits.index_select(0, rows), reader, vocabulary, impl)

@@ -30,7 +30,7 @@ def label_logprobs(
         ValueError: invalid shapes, dtypes or options.
     """
     check_impl(impl)
-    check_logits(logits, targets)
+    check_logits(logits, targets, vocabulary)
     check_restriction(restriction, targets)
     logprobs, entropy, _ = read_stored(logits, reader_of(impl, vocabulary, targets, restriction), vocabulary, impl)
     return logprobs, entropy

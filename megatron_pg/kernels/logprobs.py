@@ -49,33 +49,30 @@ def moments(scaled: Tensor) -> Tensor:
     return torch.stack([peaks, weights.sum(dim=1), (weights * shifted.clamp(min=FLOOR)).sum(dim=1)], dim=1)
 
 
-def combine(shares: Tensor) -> RowStatistics:
+def combine(shares: Tensor, targets: Tensor, vocabulary: Vocabulary) -> RowStatistics:
     """The ranks' shares [tp, T, 4], in rank order, to log-probabilities and entropy of the whole vocabulary."""
-    peaks, totals, moments, targets = shares.unbind(dim=2)  # [tp, T] each
+    peaks, totals, moments, target_logits = shares.unbind(dim=2)  # [tp, T] each
     peak = peaks.amax(dim=0)
     offset = peaks - peak
     scale = offset.exp()
     moments = (moments + totals * offset.clamp(min=FLOOR)) * scale
     total = (totals * scale).sum(dim=0)
     log_total = total.log()
-    return RowStatistics(targets.sum(dim=0) - peak - log_total, log_total - moments.sum(dim=0) / total, peak, total)
+    logprobs = vocabulary.defined(target_logits.sum(dim=0) - peak - log_total, targets)
+    return RowStatistics(logprobs, log_total - moments.sum(dim=0) / total, peak, total)
 
 
 def gradient(
-    logits: Tensor,
-    targets: Tensor,
-    rows: RowStatistics,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor,
-    vocabulary: Vocabulary,
+    logits: Tensor, targets: Tensor, rows: RowStatistics, slopes: tuple[Tensor, ...], vocabulary: Vocabulary
 ) -> Tensor:
     """[T, V / tp] gradient of the logits, in the dtype that is computed in; no collective.
 
         dz_j = (a (delta_j - p_j) - e p_j (log p_j + H)) / tau
 
-    with a and e the upstream gradients of log-probability and entropy; with a softcap times `through_cap`.
+    with a and e the upstream gradients of log-probability and entropy, the slopes; with a softcap times `through_cap`.
     """
     local, owned = vocabulary.owned(targets)
+    grad_logprobs, grad_entropy = slopes
     grad_logprobs = vocabulary.defined(grad_logprobs, targets)  # where the log-probability is NaN, so is the gradient
     shifted = scaled(logits, vocabulary) - rows.peaks[:, None]
     grad = shifted.exp().div_(rows.totals[:, None])
@@ -96,8 +93,8 @@ def compute_dtype(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def check_logits(logits: Tensor, targets: Tensor) -> None:
-    """Raise ValueError for invalid shapes and dtypes."""
+def check_logits(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> None:
+    """Raise ValueError for invalid shapes and dtypes, or another number of columns than the vocabulary's."""
     if logits.dim() != 2 or not logits.dtype.is_floating_point:
         raise ValueError(
             f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}, not [T, V / tp] floating point. "
@@ -108,3 +105,4 @@ def check_logits(logits: Tensor, targets: Tensor) -> None:
             f"targets have shape {tuple(targets.shape)} and dtype {targets.dtype}, the logits need "
             f"{tuple(logits.shape[:1])} int64. Give one token id per row."
         )
+    vocabulary.check_columns("logits", logits.shape[1])

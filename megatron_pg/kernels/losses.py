@@ -37,11 +37,11 @@ def reader_of(
     from megatron_pg.kernels.triton import sampling_masks, teacher, topk, vocab_parallel  # torch needs no Triton
 
     if detail is None:
-        return vocab_parallel.TritonPlainReader(vocabulary, targets, mask)
+        return vocab_parallel.TritonPlainReader(vocabulary, targets, mask=mask)
     if isinstance(detail, Tensor):
-        return topk.TritonTopKReader(vocabulary, targets, detail, mask)
+        return topk.TritonTopKReader(vocabulary, targets, detail.contiguous(), mask=mask)
     if isinstance(detail, Restriction):
-        return sampling_masks.TritonSamplingMaskReader(vocabulary, targets, detail, mask)
+        return sampling_masks.TritonSamplingMaskReader(vocabulary, targets, detail, mask=mask)
     return teacher.TritonTeacherReader(vocabulary, targets, detail)
 
 
@@ -75,7 +75,7 @@ def loss_and_slopes(
         if policy_loss.token_kernel:
             return surrogate_and_slopes(policy_loss, logprobs, entropy)
         has_teacher = policy_loss.terms.whole_form is not None and bool(details)
-        if has_teacher and (rest := replace(policy_loss, terms=policy_loss.terms.without_hidden)).token_kernel:
+        if has_teacher and (rest := replace(policy_loss, terms=policy_loss.terms.without_teacher)).token_kernel:
             return _with_divergence(policy_loss, details[0], *surrogate_and_slopes(rest, logprobs, entropy))
     with torch.enable_grad():
         leaves = [values.detach().requires_grad_() for values in outputs]
@@ -88,16 +88,13 @@ def _with_divergence(
     policy_loss: PolicyLoss, divergence: Tensor, rest: PolicyGradientLoss, slopes: Slopes
 ) -> tuple[PolicyGradientLoss, Slopes]:
     """Adds the loss terms over the teacher's hidden states to the loss of the others."""
-    others = iter(() if rest.term_losses is None else rest.term_losses)
-    terms, loss, weights, losses = policy_loss.terms, rest.loss, [], []
-    for term in terms.further:
-        if not term.reads_hidden:
-            losses.append(next(others))
-            continue
-        fields = policy_loss.fields.of_term(term.name)
-        weights.append(torch.where(fields.mask, term.weight * fields.weights, 0).to(loss.dtype))
-        losses.append(torch.where(fields.mask, divergence, 0))
-        loss = loss + (weights[-1] * losses[-1]).sum()  # NaN at a weight of 0, too
-    weight = sum(weights[1:], start=weights[0])
-    by_divergence = weight if terms.grad_divisor == 1.0 else weight / terms.grad_divisor
-    return replace(rest, loss=loss, term_losses=torch.stack(losses)), (*slopes, by_divergence)
+    terms = [term for term in policy_loss.terms.further if term.reads_hidden]
+    fields, dtype = [policy_loss.fields.of_term(term.name) for term in terms], rest.loss.dtype
+    own = zip(terms, fields, strict=True)
+    weights = [torch.where(each.mask, term.weight * each.weights, 0).to(dtype) for term, each in own]
+    losses = [torch.where(each.mask, divergence, 0) for each in fields]
+    # NaN at a weight of 0, too
+    added = [(weight * values).sum() for weight, values in zip(weights, losses, strict=True)]
+    weight, divisor = sum(weights[1:], start=weights[0]), policy_loss.terms.grad_divisor
+    by_divergence = weight if divisor == 1.0 else weight / divisor
+    return rest.with_terms(policy_loss, added, losses), (*slopes, by_divergence)

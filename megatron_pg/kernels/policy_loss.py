@@ -6,11 +6,10 @@ w, l: corrected weights and objective; w^s, l^s: weights and loss of another los
 which no correction touches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from operator import attrgetter
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -89,14 +88,9 @@ class LossTerms:
         return None if has_more else self.objective.token_kernel
 
     @cached_property
-    def without_topk(self) -> "LossTerms":
-        """All but the loss terms over the teacher's top-k tokens."""
-        return replace(self, further=tuple(term for term in self.further if not term.reads_topk))
-
-    @cached_property
-    def without_hidden(self) -> "LossTerms":
-        """All but the loss terms over the teacher's hidden states."""
-        return replace(self, further=tuple(term for term in self.further if not term.reads_hidden))
+    def without_teacher(self) -> "LossTerms":
+        """All but the loss terms over a teacher's distribution, of its top-k tokens or from its hidden states."""
+        return replace(self, further=tuple(term for term in self.further if term.payload is None))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,16 +111,22 @@ class PolicyGradientLoss:
     @property
     def per_token(self) -> tuple[Tensor | None, ...]:
         """All but the loss, in their order."""
-        return _per_token(self)
+        return tuple(getattr(self, each.name) for each in fields(self) if each.name != "loss")
 
-    def for_autograd(self, ctx: Any) -> tuple[Tensor | None, ...]:
-        """What an autograd function returns that made this loss: only the loss is differentiable."""
-        ctx.set_materialize_grads(False)  # skip materializing zeros: one launch per unused gradient
-        ctx.mark_non_differentiable(*(values for values in self.per_token if values is not None))
-        return self.loss, *self.per_token
+    def with_terms(
+        self, policy_loss: "PolicyLoss", added: Iterable[Tensor], losses: Iterable[Tensor]
+    ) -> "PolicyGradientLoss":
+        """The loss of all terms, from this one of `LossTerms.without_teacher`.
 
-
-_per_token = attrgetter(*(each.name for each in fields(PolicyGradientLoss) if each.name != "loss"))
+        Args:
+            policy_loss: with all terms.
+            added: weighted sums [] of the terms over a teacher's distribution.
+            losses: [T] of each of these terms, in their order.
+        """
+        others = iter(() if self.term_losses is None else self.term_losses)
+        own, terms = iter(losses), policy_loss.terms.further
+        every = [next(others if term.payload is None else own) for term in terms]
+        return replace(self, loss=sum(added, start=self.loss), term_losses=torch.stack(every))
 
 
 @dataclass(frozen=True, eq=False)

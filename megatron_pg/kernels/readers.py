@@ -5,7 +5,7 @@ chunks of logits that a fused head makes.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -34,9 +34,10 @@ class Statistics(Protocol):
 
 
 R = TypeVar("R", bound=Statistics)
+D = TypeVar("D")
 
 
-class Reader(Generic[R]):
+class Reader(Generic[R, D]):
     """Reads logits of n rows, all at once or a chunk of rows at a time.
 
     A chunk is a slice of the n rows, and `z` [c, V / tp] holds this tensor-parallel rank's logits of its rows.
@@ -44,12 +45,14 @@ class Reader(Generic[R]):
     Args:
         vocabulary: the columns of the logits.
         targets: [n] int64 global token ids.
+        detail: what the reader needs in addition, of the n rows; None: nothing.
     """
 
     record: type[R]
 
-    def __init__(self, vocabulary: Vocabulary, targets: Tensor):
-        self._vocabulary, self._targets = vocabulary, targets
+    def __init__(self, vocabulary: Vocabulary, targets: Tensor, detail: D | None = None):
+        self._vocabulary, self._targets = vocabulary, targets.contiguous()  # kernels have no strides
+        self._detail = cast(D, detail)
 
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
         """[c, k] of this rank's columns, which the ranks exchange."""
@@ -72,7 +75,7 @@ class Reader(Generic[R]):
         return self.record(*like.new_empty(len(self.record.__annotations__), len(self._targets), dtype=dtype))
 
 
-class PlainReader(Reader[RowStatistics]):
+class PlainReader(Reader[RowStatistics, None]):
     """Distributions over the whole vocabulary, in torch."""
 
     record = RowStatistics
@@ -84,19 +87,18 @@ class PlainReader(Reader[RowStatistics]):
 
     @override
     def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> RowStatistics:
-        rows = logprobs.combine(shares)
-        return rows._replace(logprobs=self._vocabulary.defined(rows.logprobs, self._targets[chunk]))
+        return logprobs.combine(shares, self._targets[chunk], self._vocabulary)
 
     @override
     def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: RowStatistics, slopes: Slopes) -> None:
         z = self._vocabulary.hide_padding(z)
-        by_logprob, by_entropy = filled(slopes, rows)
-        out.copy_(logprobs.gradient(z, self._targets[chunk], rows, by_logprob, by_entropy, self._vocabulary))
+        out.copy_(logprobs.gradient(z, self._targets[chunk], rows, filled(slopes, rows), self._vocabulary))
 
 
 def filled(slopes: Slopes, rows: Statistics) -> tuple[Tensor, ...]:
-    """The slopes, zeros for those that are None."""
-    return tuple(torch.zeros_like(v) if s is None else s for s, v in zip(slopes, rows.outputs, strict=True))
+    """The slopes, zeros for those that are None; contiguous, because kernels have no strides."""
+    pairs = zip(slopes, rows.outputs, strict=True)
+    return tuple(torch.zeros_like(v) if s is None else s.contiguous() for s, v in pairs)
 
 
 def read(logits: Tensor, reader: Reader, *, inplace: bool = False) -> tuple[Tensor, ...]:

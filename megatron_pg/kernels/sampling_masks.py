@@ -18,7 +18,6 @@ from megatron_pg.batch.fields import SamplingMask
 from megatron_pg.kernels import logprobs
 from megatron_pg.kernels.logprobs import RowStatistics
 from megatron_pg.kernels.readers import Reader, Slopes, filled
-from megatron_pg.kernels.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,28 +77,23 @@ def check_restriction(restriction: Restriction | None, targets: Tensor) -> None:
         )
 
 
-class SamplingMaskReader(Reader[SamplingMaskRowStatistics]):
+class SamplingMaskReader(Reader[SamplingMaskRowStatistics, Restriction]):
     """Distributions over what could be sampled, in torch."""
 
     record = SamplingMaskRowStatistics
-
-    def __init__(self, vocabulary: Vocabulary, targets: Tensor, restriction: Restriction):
-        super().__init__(vocabulary, targets)
-        self._restriction = restriction
 
     @override
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
         """[c, 4] over the sampling mask; with `whole_entropy` [2 c, 4], those over all columns after them."""
         z, targets = self._vocabulary.hide_padding(z), self._targets[chunk]
-        tables = [self._restricted(z, chunk), *([z] if self._restriction.whole_entropy else [])]
+        tables = [self._restricted(z, chunk), *([z] if self._detail.whole_entropy else [])]
         return torch.cat([logprobs.statistics(table, targets, self._vocabulary) for table in tables])
 
     @override
     def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> SamplingMaskRowStatistics:
         targets = self._targets[chunk]
-        kept, *whole = (logprobs.combine(part) for part in shares.split(len(targets), dim=1))
-        kept = kept._replace(logprobs=self._vocabulary.defined(kept.logprobs, targets))
-        return SamplingMaskRowStatistics.of(kept, *whole)
+        parts = shares.split(len(targets), dim=1)
+        return SamplingMaskRowStatistics.of(*(logprobs.combine(part, targets, self._vocabulary) for part in parts))
 
     @override
     def write_gradient(
@@ -108,16 +102,15 @@ class SamplingMaskReader(Reader[SamplingMaskRowStatistics]):
         z, targets = self._vocabulary.hide_padding(z), self._targets[chunk]
         by_logprob, by_entropy = filled(slopes, rows)
         table, zeros = self._restricted(z, chunk), torch.zeros_like(by_entropy)
-        if not self._restriction.whole_entropy:
-            grad = logprobs.gradient(table, targets, rows.of_sampling_mask, by_logprob, by_entropy, self._vocabulary)
-        else:
-            grad = logprobs.gradient(table, targets, rows.of_sampling_mask, by_logprob, zeros, self._vocabulary)
-            grad = grad + logprobs.gradient(z, targets, rows.of_all, zeros, by_entropy, self._vocabulary)
+        own = by_logprob, zeros if self._detail.whole_entropy else by_entropy
+        grad = logprobs.gradient(table, targets, rows.of_sampling_mask, own, self._vocabulary)
+        if self._detail.whole_entropy:
+            grad = grad + logprobs.gradient(z, targets, rows.of_all, (zeros, by_entropy), self._vocabulary)
         out.copy_(grad)
 
     def _restricted(self, z: Tensor, chunk: slice) -> Tensor:
         """A copy of z with -inf in the columns that are not in a row's sampling mask."""
-        sampling_mask = self._restriction.sampling_mask.at(chunk)
+        sampling_mask = self._detail.sampling_mask.at(chunk)
         local, owned = self._vocabulary.owned(sampling_mask.table())
         kept = torch.zeros(len(z), z.shape[1] + 1, dtype=torch.bool, device=z.device)
         kept.scatter_(1, torch.where(owned, local, z.shape[1]).long(), True)

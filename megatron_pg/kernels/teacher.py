@@ -21,7 +21,6 @@ from typing_extensions import override
 from megatron_pg.kernels import logprobs
 from megatron_pg.kernels.logprobs import RowStatistics, compute_dtype, moments, scaled
 from megatron_pg.kernels.readers import Reader, Slopes, filled
-from megatron_pg.kernels.vocabulary import Vocabulary
 
 
 class Form(NamedTuple):
@@ -32,8 +31,8 @@ class Form(NamedTuple):
 
     @property
     def shares(self) -> tuple[float, float]:
-        """Of teacher and student in the mixture; zeros without one."""
-        return (0.0, 0.0) if self.share is None else (self.share, 1.0 - self.share)
+        """Of teacher and student in the mixture; that of the reverse is the teacher's."""
+        return (0.0, 1.0) if self.share is None else (self.share, 1.0 - self.share)
 
 
 class TeacherRowStatistics(NamedTuple):
@@ -63,14 +62,14 @@ class TeacherLogits(Protocol):
         """[c, V / tp] of a chunk of rows, in the dtype of the student's logits, capped and with padding hidden."""
 
 
-class TeacherReader(Reader[TeacherRowStatistics]):
+class TeacherReader(Reader[TeacherRowStatistics, TeacherLogits]):
     """Distributions of a student and the divergence from its teacher's, in torch."""
 
     record = TeacherRowStatistics
 
-    def __init__(self, vocabulary: Vocabulary, targets: Tensor, teacher: TeacherLogits):
-        super().__init__(vocabulary, targets)
-        self._teacher, self._form = teacher, teacher.form
+    @property
+    def _form(self) -> Form:
+        return self._detail.form
 
     @override
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
@@ -93,30 +92,26 @@ class TeacherReader(Reader[TeacherRowStatistics]):
         rows = self._combine(shares, self._targets[chunk])
         if self._form.share is None:
             return rows
-        sums = self._vocabulary.gather(self._mixture_sums(z, self._teacher.of(chunk, z), rows)).sum(dim=0)
+        sums = self._vocabulary.gather(self._mixture_sums(z, self._detail.of(chunk, z), rows)).sum(dim=0)
         divergence, centers = sums.t().contiguous()  # kernels have no strides
         return rows._replace(divergence=divergence, centers=centers)
 
     @override
     def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: TeacherRowStatistics, slopes: Slopes) -> None:
         student, teacher = self._pair(z, chunk)
-        by_logprob, by_entropy, by_divergence = filled(slopes, rows)
+        *by_plain, by_divergence = filled(slopes, rows)
         log_q, log_p, log_m = _logs(*self._scaled(student, teacher), rows, self._form)
         q = log_q.exp()
-        if self._form.name == "forward_kl":
-            pulled = -log_p.exp()
-        elif self._form.name == "reverse_kl":
-            pulled = _times(q, log_q - log_p)
-        else:
-            pulled = self._form.shares[1] * _times(q, log_q - log_m)
+        is_forward, (_, share) = self._form.name == "forward_kl", self._form.shares
+        pulled = -log_p.exp() if is_forward else share * _times(q, log_q - log_m)
         of_divergence = by_divergence[:, None] * (pulled - q * rows.centers[:, None]) / self._vocabulary.temperature
         plain = RowStatistics(*rows[:4])
-        own = logprobs.gradient(student, self._targets[chunk], plain, by_logprob, by_entropy, self._vocabulary)
+        own = logprobs.gradient(student, self._targets[chunk], plain, tuple(by_plain), self._vocabulary)
         out.copy_(own + self._vocabulary.through_cap(of_divergence, student))
 
     def _combine(self, shares: Tensor, targets: Tensor) -> TeacherRowStatistics:
         """Both distributions, in rank order; of a jsd the divergence is not known yet."""
-        rows = logprobs.combine(shares[..., :4])
+        rows = logprobs.combine(shares[..., :4], targets, self._vocabulary)
         peaks, totals, tops, weights, crosses = shares[..., [0, 1, 4, 5, 6]].unbind(dim=2)
         top = tops.amax(dim=0)
         drop, fall = peaks - rows.peaks, tops - top
@@ -129,8 +124,7 @@ class TeacherReader(Reader[TeacherRowStatistics]):
         else:
             cross = ((crosses + totals * (drop - fall)) * drop.exp()).sum(dim=0)
             divergence = centers = cross / rows.totals - gap
-        known = rows._replace(logprobs=self._vocabulary.defined(rows.logprobs, targets))
-        return TeacherRowStatistics(*known, divergence, centers, top, teacher_total)
+        return TeacherRowStatistics(*rows, divergence, centers, top, teacher_total)
 
     def _mixture_sums(self, student: Tensor, teacher: Tensor, rows: TeacherRowStatistics) -> Tensor:
         """[c, 2] of this rank's columns: the jsd and Σ q f."""
@@ -141,7 +135,7 @@ class TeacherReader(Reader[TeacherRowStatistics]):
 
     def _pair(self, z: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
         z = self._vocabulary.hide_padding(z)
-        return z, self._teacher.of(chunk, z)
+        return z, self._detail.of(chunk, z)
 
     def _scaled(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
         """Both over τ; the teacher's logits come capped."""
@@ -149,11 +143,11 @@ class TeacherReader(Reader[TeacherRowStatistics]):
 
 
 def _logs(student: Tensor, teacher: Tensor, rows: TeacherRowStatistics, form: Form) -> tuple[Tensor, Tensor, Tensor]:
-    """log q, log p, and log m of a jsd (else log q), from logits over τ."""
+    """log q, log p, and log m of the mixture, or log p without one, from logits over τ."""
     log_q = student - rows.peaks[:, None] - rows.totals.log()[:, None]
     log_p = teacher - rows.teacher_peaks[:, None] - rows.teacher_totals.log()[:, None]
     if form.share is None:
-        return log_q, log_p, log_q
+        return log_q, log_p, log_p
     return log_q, log_p, torch.logaddexp(log_p + math.log(form.share), log_q + math.log1p(-form.share))
 
 

@@ -35,7 +35,7 @@ class TopKRowStatistics(NamedTuple):
 
     logprobs: Tensor  # [T]
     entropy: Tensor  # [T]
-    totals: Tensor  # [T], of `Rows`
+    totals: Tensor  # [T], of `RowStatistics`
     head: Tensor  # [T, K] float64
     tail: Tensor  # [T] float64
     tail_peaks: Tensor  # [T] m = max z/tau over the tail
@@ -61,19 +61,15 @@ def topk_logprobs(head: Tensor, tail: Tensor, ids: Tensor, vocabulary: Vocabular
     return TopKLogprobs(head, tail, (ids >= 0).sum(dim=1) < vocabulary.size)
 
 
-class TopKReader(Reader[TopKRowStatistics]):
+class TopKReader(Reader[TopKRowStatistics, Tensor]):
     """Distributions with the log-probabilities of some ids [n, K] of each row, -1 where there is none, in torch."""
 
     record = TopKRowStatistics
 
-    def __init__(self, vocabulary: Vocabulary, targets: Tensor, ids: Tensor):
-        super().__init__(vocabulary, targets)
-        self._ids = ids
-
     @override
     def empty(self, like: Tensor, dtype: torch.dtype) -> TopKRowStatistics:
         """The log-probabilities of the ids and of the tail are float64."""
-        shapes = dict.fromkeys(TopKRowStatistics._fields, (len(self._targets),)) | {"head": tuple(self._ids.shape)}
+        shapes = dict.fromkeys(TopKRowStatistics._fields, (len(self._targets),)) | {"head": tuple(self._detail.shape)}
         double = {"head", "tail", "tail_totals"}
         tensors = (like.new_empty(s, dtype=torch.float64 if n in double else dtype) for n, s in shapes.items())
         return TopKRowStatistics(*tensors)
@@ -81,7 +77,7 @@ class TopKReader(Reader[TopKRowStatistics]):
     @override
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
         """[c, 4 + K]: m, S, U of `logprobs` without the ids, then z/tau of target and ids, 0 if not owned."""
-        z, targets, ids = self._vocabulary.hide_padding(z), self._targets[chunk], self._ids[chunk]
+        z, targets, ids = self._vocabulary.hide_padding(z), self._targets[chunk], self._detail[chunk]
         x = scaled(z, self._vocabulary)
         local, owned = self._vocabulary.owned(torch.cat([targets[:, None], ids], dim=1))
         named = torch.where(owned, x.gather(1, local), 0)
@@ -89,11 +85,11 @@ class TopKReader(Reader[TopKRowStatistics]):
 
     @override
     def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> TopKRowStatistics:
-        return combine(shares, self._targets[chunk], self._ids[chunk], self._vocabulary)
+        return combine(shares, self._targets[chunk], self._detail[chunk], self._vocabulary)
 
     @override
     def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: TopKRowStatistics, slopes: Slopes) -> None:
-        z, targets, ids = self._vocabulary.hide_padding(z), self._targets[chunk], self._ids[chunk]
+        z, targets, ids = self._vocabulary.hide_padding(z), self._targets[chunk], self._detail[chunk]
         shifted = scaled(z, self._vocabulary) - rows.tail_peaks[:, None]
         shifted = _with(shifted, ids, -torch.inf, self._vocabulary)
         factors = coefficients(targets, ids, rows, filled(slopes, rows), self._vocabulary)

@@ -35,11 +35,12 @@ class Vocabulary:
         """The vocabulary of rows of `columns` on this rank; `vocab_size` None: there is no padding.
 
         Raises:
-            ValueError: there is no column, temperature or softcap is not > 0, or the size is not among the columns.
+            ValueError: there is no column, temperature or softcap is not > 0 and finite, or the size is not among the
+                columns.
         """
-        if not temperature > 0:
+        if not 0 < temperature < math.inf:
             raise ValueError(
-                f"temperature={temperature} is not > 0, so the distribution is undefined. Use the rollouts'."
+                f"temperature={temperature} is not > 0 and finite, so the distribution is undefined. Use the rollouts'."
             )
         if softcap is not None and not 0 < softcap < math.inf:
             raise ValueError(
@@ -57,6 +58,14 @@ class Vocabulary:
                 "tokenizer's size."
             )
         return cls(columns, whole if vocab_size is None else vocab_size, temperature, tp_group, softcap)
+
+    def check_columns(self, what: str, columns: int) -> None:
+        """Raise ValueError for logits, or a weight that makes logits, of another number of columns."""
+        if columns != self.columns:
+            raise ValueError(
+                f"{what} have {columns} columns on this rank, and the vocabulary {self.columns}. Use "
+                f"Vocabulary.of({columns}, …)."
+            )
 
     @property
     def ranks(self) -> int:
@@ -102,7 +111,7 @@ class Vocabulary:
         return gradient * torch.cosh(logits.to(gradient.dtype) / self.softcap).pow(-2)
 
     def gather(self, shares: Tensor) -> Tensor:
-        """[tp, T, 4] from every rank's contiguous [T, 4], in rank order."""
+        """[tp, …] from every rank's contiguous tensor of one shape, in rank order."""
         if self.ranks == 1:
             return shares[None]
         gathered = shares.new_empty(self.ranks, *shares.shape)

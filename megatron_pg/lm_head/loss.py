@@ -97,6 +97,7 @@ def policy_gradient_head_loss(  # noqa: D417
         ValueError: invalid shapes, dtypes or options, or a field that a term needs is missing.
     """
     check_head(hidden, weight)
+    vocabulary.check_columns("logits of the weight", len(weight))
     if head.impl == "triton":
         check_for_triton(weight)
     if head.mode != "recompute" and policy_loss.terms.reads_sequences:
@@ -115,9 +116,9 @@ def policy_gradient_head_loss(  # noqa: D417
     detail = _detail_of(policy_loss, rows, entropy, weight, teacher_weight)
     if head.mode != "recompute" and trains and len(rows):
         options = {"grad_scale": grad_scale, "entropy": entropy}
-        loss = PolicyGradientLoss(
-            *_GradientInForward.apply(hidden, weight, rows, policy_loss, vocabulary, head, detail, options)
-        )
+        found: list[PolicyGradientLoss] = []
+        _GradientInForward.apply(hidden, weight, rows, policy_loss, vocabulary, head, detail, options, found)
+        loss = found[0]
     else:
         targets = policy_loss.fields.targets.index_select(0, rows)
         *outputs, _ = rows_of(hidden, weight, targets, rows, vocabulary, head, detail)
@@ -143,7 +144,7 @@ class _GradientInForward(torch.autograd.Function):
     """The gradient is made with the loss, for the upstream gradient `grad_scale`."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, rows, policy_loss, vocabulary, head, detail, options):
+    def forward(ctx, hidden, weight, rows, policy_loss, vocabulary, head, detail, options, found):
         chosen, needed = policy_loss.at(rows), ctx.needs_input_grad
         ctx.grad_scale = options["grad_scale"]
         if head.mode == "scaled_exp":
@@ -154,18 +155,19 @@ class _GradientInForward(torch.autograd.Function):
             ctx.gradients = Gradients(hidden, weight, rows, len(rows), chunks.rows, head, needed)
             parts = list(_losses(chosen, chunks, vocabulary, head.impl, ctx.gradients, **options))
         loss = sum((part.loss for part in parts), start=hidden.new_zeros((), dtype=logits_dtype(hidden)))
-        return PolicyGradientLoss(loss, *_spread(parts, rows, len(policy_loss.fields.mask))).for_autograd(ctx)
+        found.append(PolicyGradientLoss(loss, *_spread(parts, rows, len(policy_loss.fields.mask))))
+        return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_loss, *_):
+    def backward(ctx, grad_loss):
         if ctx.gradients is None:
             raise RuntimeError(
                 "backward ran a second time through one fused head, whose gradient was made once and handed over. "
                 'Call it again, or use mode="recompute".'
             )
         gradients, ctx.gradients = ctx.gradients, None
-        return *gradients.finish(factor=grad_loss / ctx.grad_scale), None, None, None, None, None, None
+        return *gradients.finish(factor=grad_loss / ctx.grad_scale), *[None] * 7
 
 
 def _losses(

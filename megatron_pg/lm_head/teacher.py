@@ -32,7 +32,8 @@ def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor |
     None: no row here has one.
 
     Raises:
-        ValueError: the teacher's weight is missing or does not fit the student's.
+        ValueError: the teacher's weight is missing or does not fit the student's, or another loss term reads a row of
+            logits in another way.
     """
     known, form = policy_loss.fields.hidden, cast(Form, policy_loss.terms.whole_form)
     if teacher_weight is None:
@@ -45,6 +46,11 @@ def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor |
             "two divergences from a teacher's hidden states are in the loss, and a row's logits are read for one, with "
             "one softcap. "
             "Leave out one of them."
+        )
+    if policy_loss.terms.reads_topk:
+        raise ValueError(
+            "a loss over a teacher's whole vocabulary and one over its top-k tokens are given, and a row's logits are "
+            "read for one of them. Leave out the other."
         )
     if known.states.dim() != 2:
         raise ValueError(

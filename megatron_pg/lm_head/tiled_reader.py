@@ -14,7 +14,7 @@ from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.logprobs import RowStatistics
 from megatron_pg.kernels.readers import Slopes
 from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, merge, softcapped, through_cap
-from megatron_pg.kernels.triton.vocab_parallel import TritonPlainReader, row_factors, row_slopes, slope_of
+from megatron_pg.kernels.triton.vocab_parallel import OfRows, TritonPlainReader, row_factors, row_slopes, slope_of
 from megatron_pg.lm_head.tiled_product import Tiles, launch, store_tile
 
 PADDING = tl.constexpr(-(2.0**64))  # below every logit, and finite: 0 times it is 0
@@ -46,9 +46,7 @@ class TiledReader(TritonPlainReader):
 
     @override
     def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: RowStatistics, slopes: Slopes) -> None:
-        by_logprob, by_entropy = (None if slope is None else slope.contiguous() for slope in slopes)
-        by_logprob = torch.zeros_like(rows.logprobs) if by_logprob is None else by_logprob
-        of_rows = rows.logprobs, rows.peaks, rows.totals, rows.entropy, by_logprob, by_entropy, self._vocabulary.size
+        of_rows = rows.logprobs, *OfRows.of(rows, slopes)[:5], self._vocabulary.size
         launch(self._tiles, gradient_tile, (self._targets[chunk], *of_rows), z, self._weight, out, self._vocabulary)
 
 

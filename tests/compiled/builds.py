@@ -186,7 +186,8 @@ def surrogate() -> Iterator[Build]:
         kinds = {"sequences": segments.SequencePointers("*i64", *["*fp64"] * 6), "fields": _fields(reads_sequences)}
         yield Build(f"surrogate {name}", by.surrogate_kernel, constants, types=kinds, is_default=True)
     launched = {"AVERAGED": token_kernels.gmpo_averaged, "BLOCK": segments.BLOCK, "num_warps": 8}
-    yield Build("surrogate segments", segments.segment_kernel, launched, {"results": "*fp64"}, is_default=True)
+    types = {"results": "*fp64", "of_tokens": (*["*fp32"] * 4, "*i1")}
+    yield Build("surrogate segments", segments.segment_kernel, launched, types, is_default=True)
 
 
 def rows() -> Iterator[Build]:
@@ -241,11 +242,12 @@ def teacher() -> Iterator[Build]:
     columns = Columns(*["i32"] * 4)
     for form, kernel, launched, dtype, threads, cap in variants:
         is_mixture, strides = kernel is by.mixture_kernel, ("i64",) * (3 if kernel is by.gradient_kernel else 2)
+        matrices = "*fp32", "*fp32", f"*{dtype}"
         yield Build(
             f"teacher {kernel.__name__} {'' if is_mixture else form.name} {dtype}{capped(cap)}",
             kernel,
             launched | {"FORM": form},
-            {"gradients": f"*{dtype}", "of_rows": of_rows, "slopes": ("*fp32",) * 3, "strides": strides}
+            {"matrices": matrices[: len(strides)], "of_rows": of_rows, "slopes": ("*fp32",) * 3, "strides": strides}
             | {"columns": columns},
             threads=threads if cap is None else 512,
             least={"wide_loads": int(kernel is not by.combine_kernel)},

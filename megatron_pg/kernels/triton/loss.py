@@ -118,7 +118,7 @@ class _TwoPasses(torch.autograd.Function):
         if vocabulary.ranks == 1 and policy_loss.is_by_token:
             found, of_rows = loss_of_rows(logits, targets, policy_loss, vocabulary, entropy=call.entropy)
         else:
-            rows = TritonPlainReader(vocabulary, targets, mask).read(logits)
+            rows = TritonPlainReader(vocabulary, targets, mask=mask).read(logits)
             found, slopes = surrogate_and_slopes(policy_loss, rows.logprobs, rows.entropy)
             found = found if call.entropy else replace(found, entropy=None)
             of_rows = OfRows.of(rows, slopes)

@@ -23,32 +23,20 @@ from megatron_pg.kernels.triton.tiles import (
     through_cap,
 )
 from megatron_pg.kernels.triton.topk import put_kernel
-from megatron_pg.kernels.triton.vocab_parallel import (
-    Columns,
-    TritonReader,
-    log2_scale,
-    row_factors,
-    row_slopes,
-    slope_of,
-)
-from megatron_pg.kernels.vocabulary import Vocabulary
+from megatron_pg.kernels.triton.vocab_parallel import TritonReader, log2_scale, row_factors, row_slopes, slope_of
 
 BLOCK = 256  # ids at a time
 WARPS = 4
 
 
-class TritonSamplingMaskReader(TritonReader[SamplingMaskRowStatistics]):
+class TritonSamplingMaskReader(TritonReader[SamplingMaskRowStatistics, Restriction]):
     """`SamplingMaskReader` by kernels."""
 
     record = SamplingMaskRowStatistics
 
-    def __init__(self, vocabulary: Vocabulary, targets: Tensor, restriction: Restriction, mask: Tensor | None = None):
-        super().__init__(vocabulary, targets, mask)
-        self._restriction = restriction
-
     @override
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
-        (targets, mask), restriction = self._where(chunk), self._restriction.at(chunk)
+        (targets, mask), restriction = self._where(chunk), self._detail.at(chunk)
         is_read = mask if restriction.whole_entropy else mask & (restriction.sampling_mask.counts == 0)
         whole = vocab_parallel.statistics(z, (targets, is_read), self._vocabulary)
         shares = whole.clone() if restriction.whole_entropy else whole
@@ -60,7 +48,7 @@ class TritonSamplingMaskReader(TritonReader[SamplingMaskRowStatistics]):
     @override
     def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> SamplingMaskRowStatistics:
         """0 where masked."""
-        parts = shares.chunk(2, dim=1) if self._restriction.whole_entropy else (shares,)
+        parts = shares.chunk(2, dim=1) if self._detail.whole_entropy else (shares,)
         where = self._where(chunk), self._vocabulary
         return SamplingMaskRowStatistics.of(*(vocab_parallel.combine(part.contiguous(), *where) for part in parts))
 
@@ -68,13 +56,12 @@ class TritonSamplingMaskReader(TritonReader[SamplingMaskRowStatistics]):
     def write_gradient(
         self, z: Tensor, out: Tensor, chunk: slice, rows: SamplingMaskRowStatistics, slopes: Slopes
     ) -> None:
-        (targets, mask), restriction, vocabulary = self._where(chunk), self._restriction.at(chunk), self._vocabulary
-        by_outputs = tuple(slope.contiguous() for slope in filled(slopes, rows))
-        by_logprob, by_entropy = by_outputs
+        (targets, mask), restriction, vocabulary = self._where(chunk), self._detail.at(chunk), self._vocabulary
+        by_outputs = by_logprob, by_entropy = filled(slopes, rows)
         is_whole, ids = restriction.sampling_mask.counts == 0, restriction.sampling_mask.ids
         values = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
         options = {"BLOCK": BLOCK, "num_warps": WARPS} | FUSED
-        sizes = Columns.of(vocabulary, z), z.stride(0), log2_scale(vocabulary)
+        sizes = vocab_parallel.Columns.of(vocabulary, z), z.stride(0), log2_scale(vocabulary)
         read = z, targets, mask, _sets(restriction), values, rows, by_outputs
         constants = {"KIND": Kind(cap=vocabulary.softcap), "WHOLE_ENTROPY": restriction.whole_entropy}
         # before the logits are overwritten

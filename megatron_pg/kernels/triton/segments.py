@@ -41,9 +41,9 @@ def sequence_fields(policy_loss: PolicyLoss, logprobs: Tensor) -> SequencePointe
     sums = torch.empty(5, count, dtype=torch.float64, device=logprobs.device)
     if count:
         averaged = None if kernel.load_averaged is None else kernel.load_averaged()
-        read: list[Any] = [fields.old_logprobs, anchors, fields.advantages, weights, fields.mask]
-        read += [sequences.order, sequences.lengths]
-        tensors = logprobs, *(None if values is None else values.contiguous() for values in read), sums
+        read = fields.old_logprobs, anchors, fields.advantages, weights, fields.mask
+        of_tokens = tuple(None if values is None else values.contiguous() for values in read)
+        tensors = logprobs, of_tokens, sequences.order.contiguous(), sequences.lengths.contiguous(), sums
         options = {"AVERAGED": averaged, "BLOCK": BLOCK, "num_warps": 8} | FUSED
         segment_kernel[(count,)](*tensors, count, KernelTerms.of(terms).numbers, **options)
     sequences.over_ranks(sums)
@@ -54,21 +54,10 @@ def sequence_fields(policy_loss: PolicyLoss, logprobs: Tensor) -> SequencePointe
 
 @triton.jit(do_not_specialize=["sequences"])
 def segment_kernel(
-    logprobs,
-    old_logprobs,
-    anchors,
-    advantages,
-    weights,
-    mask,
-    order,
-    lengths,
-    results,
-    sequences,
-    numbers,
-    AVERAGED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logprobs, of_tokens, order, lengths, results, sequences, numbers, AVERAGED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One sequence per program: the sums of `SequencePointers` over its trained tokens."""
+    old_logprobs, anchors, advantages, weights, mask = of_tokens
     sequence = tl.program_id(0)
     block = tl.arange(0, BLOCK)
     first = tl.zeros((BLOCK,), tl.int64)

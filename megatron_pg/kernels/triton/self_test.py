@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.batch.fields import TermFields, TokenFields
+from megatron_pg.kernels.label_logprobs import label_logprobs
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.reference import reference_loss
 from megatron_pg.kernels.triton import single_pass
@@ -95,17 +96,17 @@ def _drawn(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary) -> t
     drawn = lambda *shape: torch.randn(*shape, generator=generator).to(logits.device)  # noqa: E731
     table = (3 * drawn(_ROWS, logits.shape[1])).to(logits.dtype)
     targets = torch.randint(vocabulary.valid, (_ROWS,), generator=generator).to(logits.device)
-    mask = torch.arange(_ROWS, device=logits.device) != 3
-    weights = drawn(_ROWS).abs() * (torch.arange(_ROWS, device=logits.device) != 4)
-    unknown = TokenFields(targets=targets, old_logprobs=None, advantages=drawn(_ROWS), weights=weights, mask=mask)
-    own = reference_loss(
-        table.float(), replace(policy_loss, fields=_known(unknown, policy_loss, drawn(_ROWS), drawn)), vocabulary
+    at = torch.arange(_ROWS, device=logits.device)
+    logprobs, _ = label_logprobs(table.float(), targets, vocabulary, impl="torch")
+    old, reference, teacher = (logprobs + 0.2 * drawn(_ROWS) for _ in range(3))
+    fields = TokenFields(
+        targets=targets,
+        old_logprobs=old,
+        ref_logprobs=reference,
+        teacher_logprobs=teacher,
+        advantages=drawn(_ROWS),
+        weights=drawn(_ROWS).abs() * (at != 4),
+        mask=at != 3,
+        terms={each.name: TermFields(weights=drawn(_ROWS).abs()) for each in policy_loss.terms.further},
     )
-    return table, replace(policy_loss, fields=_known(unknown, policy_loss, own.logprobs, drawn))
-
-
-def _known(fields: TokenFields, policy_loss: PolicyLoss, logprobs: Tensor, drawn: Any) -> TokenFields:
-    """The fields with every log-probability that a term reads, near those of the model."""
-    near = {name: logprobs + 0.2 * drawn(_ROWS) for name in ("old_logprobs", "ref_logprobs", "teacher_logprobs")}
-    terms = {each.name: TermFields(weights=drawn(_ROWS).abs()) for each in policy_loss.terms.further}
-    return replace(fields, **near, terms=terms)
+    return table, replace(policy_loss, fields=fields)

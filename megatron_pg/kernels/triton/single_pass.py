@@ -78,9 +78,13 @@ def supports(logits: Tensor, vocabulary: Vocabulary) -> bool:
     aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0 and logits.shape[1] % 16 == 0
     if not aligned or vocabulary.valid % 16 != 0 or logits.dtype not in DTYPES:
         return False
-    shape = Shape.of_row(vocabulary.valid, logits.element_size())
+    shape = _shape_of(logits, vocabulary)
     fits = shape.shared_bytes + _OTHER_BYTES <= _shared_memory(logits.device)
     return fits and shape.tiling.blocks <= _most_blocks(logits.device)
+
+
+def _shape_of(logits: Tensor, vocabulary: Vocabulary) -> Shape:
+    return Shape.of_row(vocabulary.valid, logits.element_size(), is_capped=vocabulary.softcap is not None)
 
 
 @lru_cache
@@ -138,7 +142,7 @@ def loss_and_gradient(
     terms, rows = KernelTerms.of(policy_loss.terms), logits.shape[0]
     out = torch.empty(5 + (terms.kl is not None), rows, dtype=torch.float32, device=logits.device)
     valid = vocabulary.valid
-    shape = Shape.of_row(valid, logits.element_size(), is_capped=vocabulary.softcap is not None)
+    shape = _shape_of(logits, vocabulary)
     tensors = logits, gradient, policy_loss.fields.targets.contiguous(), field_pointers(policy_loss), out
     sizes = valid, logits.stride(0), gradient.stride(0), log2_scale(vocabulary)
     scale = grad_scale / policy_loss.terms.grad_divisor / vocabulary.temperature

@@ -32,21 +32,26 @@ BLOCK = 256
 
 def surrogate_loss(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> PolicyGradientLoss:
     """`policy_loss(logprobs, entropy)` of a loss with a token kernel, from [T] float32 each, 0 where masked."""
-    return PolicyGradientLoss(*_Surrogate.apply(logprobs, entropy, policy_loss))
+    found: list[PolicyGradientLoss] = []
+    _Surrogate.apply(logprobs, entropy, policy_loss, found)
+    return found[0]
 
 
 class _Surrogate(torch.autograd.Function):
+    """Returns the loss alone; `found` receives it with the values per token."""
+
     @staticmethod
-    def forward(ctx, logprobs, entropy, policy_loss):
-        found, slopes = surrogate_and_slopes(policy_loss, logprobs, entropy)
+    def forward(ctx, logprobs, entropy, policy_loss, found):
+        result, slopes = surrogate_and_slopes(policy_loss, logprobs.detach(), entropy.detach())
         ctx.save_for_backward(*slopes)
-        return found.for_autograd(ctx)
+        found.append(result)
+        return result.loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_loss, *_):
+    def backward(ctx, grad_loss):
         slope, bend = ctx.saved_tensors
-        return slope * grad_loss, None if bend is None else bend * grad_loss, None
+        return slope * grad_loss, None if bend is None else bend * grad_loss, None, None
 
 
 def surrogate_and_slopes(
@@ -62,7 +67,7 @@ def surrogate_and_slopes(
         numbers = known.numbers, known.coefficients, known.slope_scale, terms.opsm_threshold or 0.0
         options = known.constants | {"SEQUENCES": terms.reads_sequences, "BLOCK": BLOCK} | FUSED
         surrogate_kernel[(-(-rows // BLOCK),)](*read, out, rows, count, *numbers, **options)
-    return _found(policy_loss, known, logprobs, entropy, out.unbind())
+    return _found(policy_loss, logprobs, entropy, out.unbind())
 
 
 def loss_of_rows(
@@ -76,21 +81,15 @@ def loss_of_rows(
     options = reading(logits, vocabulary) | known.constants
     token_loss_kernel[(rows,)](logits, targets, field_pointers(policy_loss), out, *sizes, *numbers, **options)
     logprobs, entropies, _, _, *values = out.unbind()
-    found, (_, bend) = _found(policy_loss, known, logprobs, entropies, values, has_entropy=entropy)
+    found, (_, bend) = _found(policy_loss, logprobs, entropies, values, has_entropy=entropy)
     return found, OfRows(out, by_entropies=bend)
 
 
 def _found(
-    policy_loss: PolicyLoss,
-    known: KernelTerms,
-    logprobs: Tensor,
-    entropy: Tensor,
-    values: Sequence[Tensor],
-    *,
-    has_entropy: bool = True,
+    policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor, values: Sequence[Tensor], *, has_entropy: bool = True
 ) -> tuple[PolicyGradientLoss, tuple[Tensor, Tensor | None]]:
     """The results of a kernel by their names, and the derivatives."""
-    found: dict[Any, Any] = dict(zip(known.results, values, strict=True))
+    found: dict[Any, Any] = dict(zip(KernelTerms.of(policy_loss.terms).results, values, strict=True))
     kept = found.get("kept")
     loss = PolicyGradientLoss(
         found["loss"].sum(),

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron_pg.kernels.readers import Slopes, filled
-from megatron_pg.kernels.teacher import TeacherLogits, TeacherReader, TeacherRowStatistics
+from megatron_pg.kernels.teacher import TeacherReader, TeacherRowStatistics
 from megatron_pg.kernels.triton.tiles import (
     FLOOR,
     FUSED,
@@ -39,7 +39,6 @@ from megatron_pg.kernels.triton.vocab_parallel import (
     slope_of,
     write_block,
 )
-from megatron_pg.kernels.vocabulary import Vocabulary
 
 MIX, WRITE = Walk(warps=8, unroll=4), Walk(warps=1, unroll=8)
 
@@ -47,15 +46,12 @@ MIX, WRITE = Walk(warps=8, unroll=4), Walk(warps=1, unroll=8)
 class TritonTeacherReader(TeacherReader):
     """`TeacherReader` by kernels."""
 
-    def __init__(self, vocabulary: Vocabulary, targets: Tensor, teacher: TeacherLogits):
-        super().__init__(vocabulary, targets.contiguous(), teacher)  # kernels have no strides
-
     @override
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
         """[c, 7] float32: m, s, t, the target's logit, 0 if it is not here, n, w and x."""
         (student, teacher), vocabulary = self._pair(z, chunk), self._vocabulary
         shares = torch.empty(len(z), 7, dtype=torch.float32, device=z.device)
-        tensors = student, teacher, self._targets[chunk], shares
+        tensors = (student, teacher), self._targets[chunk], shares
         strides = student.stride(0), teacher.stride(0)
         sizes = vocabulary.valid, vocabulary.first, strides, log2_scale(vocabulary)
         options = READ.options(student, vocabulary.softcap)
@@ -78,19 +74,18 @@ class TritonTeacherReader(TeacherReader):
         strides = student.stride(0), teacher.stride(0)
         sizes = self._vocabulary.valid, strides, log2_scale(self._vocabulary)
         options = MIX.options(student, self._vocabulary.softcap) | {"FORM": self._form}
-        mixture_kernel[(len(student),)](student, teacher, rows, sums, *sizes, **options)
+        mixture_kernel[(len(student),)]((student, teacher), rows, sums, *sizes, **options)
         return sums
 
     @override
     def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: TeacherRowStatistics, slopes: Slopes) -> None:
         (student, teacher), vocabulary = self._pair(z, chunk), self._vocabulary
         blocks = WRITE.blocks(student, student.shape[1])
-        tensors = student, teacher, out, self._targets[chunk], rows
-        slopes = tuple(slope.contiguous() for slope in filled(slopes, rows))
+        tensors = (student, teacher, out), self._targets[chunk], rows
         strides = student.stride(0), teacher.stride(0), out.stride(0)
         scalars = Columns.of(vocabulary, student), blocks, strides, log2_scale(vocabulary)
         options = WRITE.options(student, vocabulary.softcap) | {"FORM": self._form}
-        gradient_kernel[(len(student) * blocks,)](*tensors, slopes, *scalars, **options)
+        gradient_kernel[(len(student) * blocks,)](*tensors, filled(slopes, rows), *scalars, **options)
 
 
 @triton.jit
@@ -159,10 +154,9 @@ def _read_rows(sums, z_row, y_row, valid, c, ends, ADD: tl.constexpr, FORM: tl.c
 
 
 @triton.jit
-def statistics_kernel(
-    students, teachers, targets, shares, valid, first, strides, c, WALK: tl.constexpr, FORM: tl.constexpr
-):
+def statistics_kernel(matrices, targets, shares, valid, first, strides, c, WALK: tl.constexpr, FORM: tl.constexpr):
     """One row per program: shares[row] = m, s, t, the target's logit, 0 where another rank owns it, n, w, x."""
+    students, teachers = matrices
     row = tl.program_id(0).to(tl.int64)
     m, s, t = no_statistics(WALK.threads)
     target = tl.load(targets + row) - first
@@ -252,8 +246,9 @@ def _ends(of_rows, row):
 
 
 @triton.jit
-def mixture_kernel(students, teachers, of_rows, results, valid, strides, c, WALK: tl.constexpr, FORM: tl.constexpr):
+def mixture_kernel(matrices, of_rows, results, valid, strides, c, WALK: tl.constexpr, FORM: tl.constexpr):
     """One row per program: results[row] = the jsd of this rank's columns, and Σ q f."""
+    students, teachers = matrices
     row = tl.program_id(0).to(tl.int64)
     z_row = students + row * strides[0]
     y_row = teachers + row * strides[1]
@@ -286,24 +281,14 @@ def _pair_gradient(tiles, column, of_row, CAP: tl.constexpr, FORM: tl.constexpr)
 
 @triton.jit
 def gradient_kernel(
-    students,
-    teachers,
-    gradients,
-    targets,
-    of_rows,
-    slopes,
-    columns,
-    blocks,
-    strides,
-    c,
-    WALK: tl.constexpr,
-    FORM: tl.constexpr,
+    matrices, targets, of_rows, slopes, columns, blocks, strides, c, WALK: tl.constexpr, FORM: tl.constexpr
 ):
     """One block of one row: c ln2 (a (δ_j - q_j) - e q_j (log q_j + H) + g q_j (f_j - Σ q f)).
 
     a, e and g are the upstream gradients.
     """
     BLOCK: tl.constexpr = WALK.threads * WALK.words * WALK.unroll
+    students, teachers, gradients = matrices
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks) * BLOCK
     column = in_tile(WALK) + start

@@ -17,21 +17,17 @@ from megatron_pg.kernels.readers import ALL, Slopes, filled
 from megatron_pg.kernels.topk import TopKReader, TopKRowStatistics
 from megatron_pg.kernels.triton import vocab_parallel
 from megatron_pg.kernels.triton.tiles import FUSED, LN2
-from megatron_pg.kernels.triton.vocab_parallel import TritonReader, log2_scale
+from megatron_pg.kernels.triton.vocab_parallel import TritonReader, Where, log2_scale
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 NATS = tl.constexpr(logprobs.FLOOR)
 
 
-class TritonTopKReader(TritonReader[TopKRowStatistics]):
+class TritonTopKReader(TritonReader[TopKRowStatistics, Tensor]):
     """`TopKReader` by kernels, which hide the ids in the logits while the others are reduced."""
 
     record = TopKRowStatistics
     empty = TopKReader.empty
-
-    def __init__(self, vocabulary: Vocabulary, targets: Tensor, ids: Tensor, mask: Tensor | None = None):
-        super().__init__(vocabulary, targets, mask)
-        self._ids = ids.contiguous()
 
     @override
     def read(self, logits: Tensor, *, may_hide: bool = False) -> TopKRowStatistics:
@@ -41,7 +37,7 @@ class TritonTopKReader(TritonReader[TopKRowStatistics]):
         if hides and may_hide:  # other readers of the saved logits get an error, not the gradient of -inf
             torch.autograd.graph.increment_version(logits)
         elif hides:
-            put(logits, self._ids, self._mask, shares[:, 4:], self._vocabulary)
+            put(logits, self._detail, self._mask, shares[:, 4:], self._vocabulary)
         return self.combine(self._vocabulary.gather(shares), logits, ALL)
 
     @override
@@ -50,7 +46,7 @@ class TritonTopKReader(TritonReader[TopKRowStatistics]):
 
         The ids are left hidden in the logits; `put` brings them back, at once where a softcap's gradient needs them.
         """
-        where, ids, vocabulary = self._where(chunk), self._ids[chunk], self._vocabulary
+        where, ids, vocabulary = self._where(chunk), self._detail[chunk], self._vocabulary
         shares = torch.empty(len(ids), 4 + ids.shape[1], dtype=torch.float32, device=z.device)
         sizes = ids.shape[1], vocabulary.valid, vocabulary.first, z.stride(0)
         take_and_hide_kernel[(len(ids),)](z, *where, ids, shares, *sizes, **block_of(ids), **FUSED)
@@ -63,19 +59,19 @@ class TritonTopKReader(TritonReader[TopKRowStatistics]):
     @override
     def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> TopKRowStatistics:
         """0 where masked."""
-        return combine(shares, *self._where(chunk), self._ids[chunk], self._vocabulary)
+        return combine(shares, self._where(chunk), self._detail[chunk], self._vocabulary)
 
     @override
     def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: TopKRowStatistics, slopes: Slopes) -> None:
         """The ids may be hidden in the logits or not."""
-        (targets, mask), ids, vocabulary = self._where(chunk), self._ids[chunk], self._vocabulary
-        factors, named = coefficients(targets, mask, ids, rows, filled(slopes, rows), vocabulary)
+        where, ids, vocabulary = self._where(chunk), self._detail[chunk], self._vocabulary
+        factors, named = coefficients(where, ids, rows, filled(slopes, rows), vocabulary)
         if vocabulary.softcap is not None:
             logits = z.gather(1, vocabulary.owned(ids)[0].long())
-            named = vocabulary.through_cap(named, torch.where(mask[:, None], logits, 0))
+            named = vocabulary.through_cap(named, torch.where(where[1][:, None], logits, 0))
         of_rows = vocab_parallel.OfRows(rows.tail_peaks, factors=factors)
-        vocab_parallel.write_gradient(z, out, (targets, mask), of_rows, vocabulary)
-        put(out, ids, mask, named, vocabulary)
+        vocab_parallel.write_gradient(z, out, where, of_rows, vocabulary)
+        put(out, ids, where[1], named, vocabulary)
 
 
 def put(table: Tensor, ids: Tensor, mask: Tensor, values: Tensor, vocabulary: Vocabulary) -> None:
@@ -90,25 +86,20 @@ def block_of(ids: Tensor) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": max(min(block // 32, 16), 1)}
 
 
-def combine(shares: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vocabulary: Vocabulary) -> TopKRowStatistics:
+def combine(shares: Tensor, where: Where, ids: Tensor, vocabulary: Vocabulary) -> TopKRowStatistics:
     """The ranks' shares [tp, T, 4 + K], in rank order, to the distributions of the whole vocabulary; 0 where masked."""
     ranks, rows, _ = shares.shape
     single, double = (shares.new_empty(n, rows, dtype=dtype) for n, dtype in ((4, torch.float32), (2, torch.float64)))
     head = torch.empty(ids.shape, dtype=torch.float64, device=shares.device)
     sizes = ranks, rows, ids.shape[1], vocabulary.size, log2_scale(vocabulary)
-    combine_kernel[(rows,)](shares, targets, mask, ids, single, double, head, *sizes, **block_of(ids), **FUSED)
+    combine_kernel[(rows,)](shares, *where, ids, single, double, head, *sizes, **block_of(ids), **FUSED)
     logprob, entropy, total, peak = single
     tail, tail_total = double
     return TopKRowStatistics(logprob, entropy, total, head, tail, peak, tail_total)
 
 
 def coefficients(
-    targets: Tensor,
-    mask: Tensor,
-    ids: Tensor,
-    rows: TopKRowStatistics,
-    slopes: Sequence[Tensor],
-    vocabulary: Vocabulary,
+    where: Where, ids: Tensor, rows: TopKRowStatistics, slopes: Sequence[Tensor], vocabulary: Vocabulary
 ) -> tuple[Tensor, Tensor]:
     """`Coefficients` in float32: [T, 3] outside, by_x in the log2 domain and at_target, and [T, K] named.
 
@@ -116,7 +107,7 @@ def coefficients(
     """
     factors = torch.empty(len(ids), 3, dtype=torch.float32, device=ids.device)
     named = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
-    tensors = targets, mask, ids, rows, tuple(slope.contiguous() for slope in slopes), factors, named
+    tensors = *where, ids, rows, tuple(slopes), factors, named
     sizes = ids.shape[1], vocabulary.size, log2_scale(vocabulary)
     coefficients_kernel[(len(ids),)](*tensors, *sizes, **block_of(ids), **FUSED)
     return factors, named

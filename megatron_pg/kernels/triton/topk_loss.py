@@ -22,12 +22,10 @@ def topk_loss(
 ) -> PolicyGradientLoss:
     """The loss from `TopKRowStatistics.outputs` and its `topk_ids`; differentiable."""
     logprobs, entropy, head, tail = outputs
-    rest = replace(policy_loss, terms=policy_loss.terms.without_topk)
+    rest = replace(policy_loss, terms=policy_loss.terms.without_teacher)
     found = surrogate_loss(rest, logprobs, entropy) if rest.token_kernel else rest(logprobs, entropy)
-    added, values, mass = _Divergences.apply(head, tail, ids, policy_loss, vocabulary)
-    own, others = iter(values), iter(() if found.term_losses is None else found.term_losses)
-    losses = [next(own if term.reads_topk else others) for term in policy_loss.terms.further]
-    return replace(found, loss=found.loss + added, term_losses=torch.stack(losses), student_mass=mass)
+    added, losses, mass = _Divergences.apply(head, tail, ids, policy_loss, vocabulary)
+    return replace(found.with_terms(policy_loss, [added], losses), student_mass=mass)
 
 
 class _Divergences(torch.autograd.Function):
@@ -37,14 +35,14 @@ class _Divergences(torch.autograd.Function):
     def forward(ctx, head, tail, ids, policy_loss, vocabulary):
         terms = [term for term in policy_loss.terms.further if term.reads_topk]
         results = torch.empty(2 * len(terms) + 1, len(ids), dtype=torch.float32, device=ids.device)
-        weighted, values, mass = results.split([len(terms), len(terms), 1])
+        weighted, values, (mass,) = results.split([len(terms), len(terms), 1])
         teacher = policy_loss.fields.teacher_topk
         by_head, by_tail = torch.empty_like(head), torch.empty_like(tail)
         for number, term in enumerate(terms):
             own = policy_loss.fields.of_term(term.name)
             pairs = (head, tail), (teacher.logprobs, teacher.tails), (own.mask, own.weights)
             read = (tuple(each.contiguous() for each in pair) for pair in pairs)
-            written = (weighted[number], values[number], mass[0]), (by_head, by_tail)
+            written = (weighted[number], values[number], mass), (by_head, by_tail)
             scalars = ids.shape[1], vocabulary.size, term.weight, 1.0 / policy_loss.terms.grad_divisor
             form, numbers = getattr(divergences, KINDS[term.kind].function), divergences.numbers_of(term.mixture)
             constants = {"FORM": form, "NUMBERS": numbers, "TAIL_FLOOR": term.tail_floor, "FIRST": number == 0}
@@ -53,7 +51,7 @@ class _Divergences(torch.autograd.Function):
         ctx.save_for_backward(by_head, by_tail)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(values, mass)
-        return weighted.sum(), values, mass[0]
+        return weighted.sum(), values, mass
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron_pg.kernels.logprobs import RowStatistics
-from megatron_pg.kernels.readers import ALL, R, Reader, Slopes
+from megatron_pg.kernels.readers import ALL, D, R, Reader, Slopes
 from megatron_pg.kernels.triton.tiles import (
     FUSED,
     LN2,
@@ -82,16 +82,16 @@ def words_of(logits: Tensor) -> int:
 READ, WRITE = Walk(warps=4, unroll=4), Walk(warps=2, unroll=8)
 
 
-class TritonReader(Reader[R]):
+class TritonReader(Reader[R, D]):
     """Reads logits by kernels.
 
     Args:
-        vocabulary, targets: as in `Reader`.
+        vocabulary, targets, detail: as in `Reader`.
         mask: [n] bool, the rows that are read; statistics of others are 0. None: all rows.
     """
 
-    def __init__(self, vocabulary: Vocabulary, targets: Tensor, mask: Tensor | None = None):
-        super().__init__(vocabulary, targets.contiguous())  # kernels have no strides
+    def __init__(self, vocabulary: Vocabulary, targets: Tensor, detail: D | None = None, *, mask: Tensor | None = None):
+        super().__init__(vocabulary, targets, detail)
         self._mask = torch.ones_like(self._targets, dtype=torch.bool) if mask is None else mask.contiguous()
 
     def _where(self, chunk: slice) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ class TritonReader(Reader[R]):
         return self._targets[chunk], self._mask[chunk]
 
 
-class TritonPlainReader(TritonReader[RowStatistics]):
+class TritonPlainReader(TritonReader[RowStatistics, None]):
     """`PlainReader` by kernels."""
 
     record = RowStatistics

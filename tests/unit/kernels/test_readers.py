@@ -38,7 +38,7 @@ def draw(case: ReaderCase, padding: int, dtype: torch.dtype) -> tuple[torch.Tens
     """Hidden states with NaN where nothing is trained, the weight, and the teacher's; padding has likely logits."""
     rows, columns = len(case.policy_loss.fields.mask), case.size + padding
     hidden, weight = torch.randn(rows, WIDTH).to(dtype), torch.randn(columns, WIDTH).to(dtype) * WIDTH**-0.5
-    hidden[0] *= 10 if case.policy_loss.fields.teacher_hidden is not None else 1  # probabilities that are 0 in float32
+    hidden[:1] *= 10 if case.policy_loss.fields.teacher_hidden is not None else 1  # probabilities that are 0 in float32
     hidden[~case.policy_loss.fields.mask] = math.nan
     return hidden, 2 * weight, torch.randn(columns, 12).to(dtype) * 12**-0.5
 
@@ -113,6 +113,7 @@ def check(
     for out, of_first, _ in results:
         assert torch.equal(out.loss, results[0][0].loss), "ranks have different bits"
         assert torch.equal(out.logprobs, results[0][0].logprobs)
+        assert not any(values.requires_grad for values in out.per_token if values is not None)
         errors += [scalar_error(float(out.loss.detach()), float(loss.detach()), 10.0)]
         errors += [tensor_error(out.logprobs.cpu(), logprobs)]
         if not is_stored:
@@ -153,6 +154,25 @@ def test_loss_and_gradients_are_those_of_the_definition(reader, impl, dtype, sou
         tables = tuple(each.to(DEVICE) for each in draw(case, 1 + size % 5, dtype))
         case = case.on(DEVICE, dtype)
         check(case, source, [run(case, source, impl, tables)], tables)
+
+
+@pytest.mark.parametrize("count", [0, len(COUNTS)])
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("impl", "dtype"), IMPLS[1:])
+@pytest.mark.parametrize("reader", READERS)
+def test_without_a_trained_token_loss_and_gradients_are_zero(reader, impl, dtype, source, count, full):
+    """Logits and hidden states are NaN, or there are none."""
+    skip_absent(reader, impl, source, full)
+    torch.manual_seed(2)
+    case = ReaderCase.draw(reader, 13).on(DEVICE, dtype)
+    loss = case.policy_loss.at(torch.arange(count, device=DEVICE))
+    nothing = torch.zeros(count, dtype=torch.bool, device=DEVICE)
+    own = {name: replace(each, mask=None if each.mask is None else nothing) for name, each in loss.fields.terms.items()}
+    case = replace(case, policy_loss=replace(loss, fields=replace(loss.fields, mask=nothing, terms=own)))
+    out, *gradients = run(case, source, impl, [each.to(DEVICE) for each in draw(case, 3, dtype)])
+    assert float(out.loss.detach()) == 0
+    assert not any(gradient.any() for gradient in gradients if gradient is not None)
+    assert not any(values.any() or values.requires_grad for values in out.per_token if values is not None)
 
 
 def softcap(impl: str, dtype: torch.dtype) -> object:

@@ -3,7 +3,21 @@
 import pytest
 import torch
 
-from megatron_pg.kernels import checks, grpo_loss, may_be_overwritten
+from megatron_pg.batch import TokenFields
+from megatron_pg.batch.sequences import Sequences
+from megatron_pg.kernels import (
+    LossTerms,
+    PolicyLoss,
+    Vocabulary,
+    checks,
+    cross_entropy,
+    grpo_loss,
+    may_be_overwritten,
+    policy_gradient_loss,
+)
+from megatron_pg.kernels.label_logprobs import label_logprobs
+from megatron_pg.lm_head import Head, policy_gradient_head_loss
+from megatron_pg.objectives import objective_of
 
 CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
 KERNELS = {"impl": "triton"}
@@ -41,9 +55,13 @@ def test_the_default_mask_is_where_the_weight_is_not_zero():
         ({"impl": "cuda"}, "impl='cuda' is not one of triton, torch"),
         ({"inplace": True}, "inplace=True cannot be done"),
         ({"grad_divisor": 0.0}, "grad_divisor=0.0 is not > 0"),
+        ({"grad_divisor": float("inf")}, "grad_divisor=inf is not > 0 and finite"),
+        ({"grad_scale": float("nan")}, "grad_scale=nan is not > 0 and finite"),
         ({"weights": torch.ones(5)}, "weights has shape (5,)"),
         ({"mask": torch.ones(6)}, "mask has dtype torch.float32, not bool"),
         ({"temperature": -1.0}, "temperature=-1.0 is not > 0"),
+        ({"temperature": float("inf")}, "temperature=inf is not > 0 and finite"),
+        ({"logits": torch.tensor(0.0)}, "the vocabulary has 0 columns on this rank"),
         (KERNELS | {"logits": torch.zeros(9, 6).t()}, "logits have stride 6 along the vocabulary"),
         (INPLACE | {"logits": torch.zeros(6, 9, requires_grad=True)}, "would overwrite a leaf tensor"),
         (INPLACE | {"logits": torch.zeros(54, requires_grad=True).view(6, 9)}, "would overwrite a leaf tensor"),
@@ -55,6 +73,54 @@ def test_wrong_input_is_a_named_error(change, message):
     with pytest.raises(ValueError) as error:
         grpo_loss(**(example() | CLIP | {"impl": "torch"} | change))
     assert message in str(error.value)
+
+
+def loss_of(objective: str, **fields) -> PolicyLoss:
+    known = example(dtype=torch.float32)
+    mask = torch.ones(6, dtype=torch.bool)
+    given = {name: values for name, values in known.items() if name != "logits"} | {"mask": mask} | fields
+    return PolicyLoss(LossTerms(objective=objective_of(objective, **CLIP)), TokenFields(**given))
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("columns", [8, 10])
+def test_a_vocabulary_of_another_width_is_refused(impl, columns):
+    """Kernels would read the next row, or leave columns out."""
+    logits, loss, vocabulary = torch.randn(6, 9), loss_of("grpo"), Vocabulary.of(columns)
+    targets, message = loss.fields.targets, f"have 9 columns on this rank, and the vocabulary {columns}"
+    with pytest.raises(ValueError, match=f"^logits {message}"):
+        policy_gradient_loss(logits, loss, vocabulary, impl=impl)
+    with pytest.raises(ValueError, match=f"^logits {message}"):
+        label_logprobs(logits, targets, vocabulary, impl=impl)
+    with pytest.raises(ValueError, match=f"^logits {message}"):
+        cross_entropy(logits, targets, torch.tensor([0]), vocabulary, impl=impl)
+    with pytest.raises(ValueError, match=f"^logits of the weight {message}"):
+        policy_gradient_head_loss(torch.randn(6, 4), torch.randn(9, 4), loss, vocabulary, Head(impl=impl))
+
+
+def test_an_unknown_implementation_of_the_cross_entropy_is_refused():
+    with pytest.raises(ValueError, match=r"^impl='tritn' is not one of triton, torch"):
+        cross_entropy(torch.randn(6, 9), torch.zeros(6).long(), torch.tensor([0]), Vocabulary.of(9), impl="tritn")
+
+
+@pytest.mark.parametrize("name", ["slots", "order"])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_sequences_of_other_tokens_are_refused(impl, name):
+    known = {"slots": torch.zeros(6).long(), "order": torch.arange(6)} | {name: torch.zeros(5).long()}
+    sequences = Sequences(**known, lengths=torch.tensor([6, 0]), counts=torch.tensor([6.0]).double())
+    with pytest.raises(ValueError, match=rf"^sequences.{name} has shape \(5,\) for \(6,\) targets"):
+        policy_gradient_loss(torch.randn(6, 9), loss_of("gspo", sequences=sequences), Vocabulary.of(9), impl=impl)
+
+
+def test_the_stride_of_a_single_column_is_arbitrary():
+    """`contiguous` leaves it as it is."""
+    fields = example(vocabulary=1, dtype=torch.float32)
+    fields["logits"] = torch.randn(1, 6).t().requires_grad_()
+    assert fields["logits"].contiguous().stride() == (1, 6)
+    found = grpo_loss(**fields, **CLIP, impl="triton")
+    found.loss.backward()
+    assert not found.logprobs.any()
+    assert not fields["logits"].grad.any()
 
 
 def test_settings_are_checked_once_and_refused_every_time(monkeypatch):

@@ -123,6 +123,19 @@ def test_an_id_beyond_the_vocabulary_is_seen(impl):
 
 
 @pytest.mark.usefixtures("on_the_device")
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_ids_may_lie_column_by_column(impl):
+    case, logits = ReaderCase.draw("topk_jsd", 9, rows=6, width=4), torch.randn(6, 10)
+    teacher = case.policy_loss.fields.teacher_topk
+    turned = {name: getattr(teacher, name).t().contiguous().t() for name in ("ids", "logprobs")}
+    fields = replace(case.policy_loss.fields, teacher_topk=replace(teacher, **turned))
+    other = replace(case, policy_loss=replace(case.policy_loss, fields=fields))
+    (wanted, of_wanted), (found, of_found) = (run(each, logits, impl) for each in (case, other))
+    assert torch.equal(found.loss, wanted.loss)
+    assert torch.equal(of_found, of_wanted)
+
+
+@pytest.mark.usefixtures("on_the_device")
 def test_without_gradient_the_logits_stay_as_they_are():
     case = ReaderCase.draw("topk_jsd", 9, rows=6, width=4)
     logits = torch.randn(6, 10)
@@ -137,6 +150,7 @@ def test_without_gradient_the_logits_stay_as_they_are():
     [
         ({"ids": torch.zeros(6, 4, dtype=torch.int64)}, "teacher_topk.ids has dtype torch.int64, which kernels would"),
         ({"tails": torch.zeros(5)}, r"teacher_topk.tails has shape \(5,\) for \(6,\) targets"),
+        ({"logprobs": torch.zeros(6, 5)}, r"teacher_topk.logprobs has shape \(6, 5\) for ids \(6, 4\)"),
         (None, "teacher_topk is missing, and a term of the loss needs it"),
     ],
 )

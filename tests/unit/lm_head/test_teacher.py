@@ -9,7 +9,7 @@ from compare import tensor_error
 from reader_cases import FULL as KINDS
 from reader_cases import SHARE, ReaderCase
 
-from megatron_pg.batch.fields import TeacherStates, TermFields
+from megatron_pg.batch.fields import TeacherStates, TermFields, TopK
 from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import PolicyLoss, Vocabulary, policy_gradient_loss
 from megatron_pg.lm_head import Head, policy_gradient_head_loss, products
@@ -182,6 +182,12 @@ def test_what_cannot_be_is_refused():
     two = PolicyLoss(replace(terms, further=(terms.further[0], other)), parts.policy_loss.fields)
     with pytest.raises(ValueError, match="two divergences from a teacher's hidden states"):
         run(replace(parts, policy_loss=two), Head(impl="torch"))
+    named = LossTerm(name="k", kind="topk_reverse_kl", weight=1.0, on="rl")
+    ids, row = torch.zeros(ROWS, 2, dtype=torch.int32), torch.zeros(ROWS, dtype=torch.float64)
+    fields = replace(parts.policy_loss.fields, teacher_topk=TopK(ids=ids, logprobs=ids.float(), tails=row))
+    both = PolicyLoss(replace(terms, further=(terms.further[0], named)), fields)
+    with pytest.raises(ValueError, match=r"^a loss over a teacher's whole vocabulary and one over its top-k tokens"):
+        run(replace(parts, policy_loss=both), Head(impl="torch"))
     flat = replace(parts.policy_loss.fields.teacher_hidden, states=torch.zeros(ROWS, dtype=torch.float64))
     one = PolicyLoss(terms, replace(parts.policy_loss.fields, teacher_hidden=flat))
     with pytest.raises(ValueError, match=r"have shape \(7,\), not \[m, H_T\]"):

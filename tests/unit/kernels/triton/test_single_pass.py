@@ -35,23 +35,27 @@ def test_every_row_fits_on_its_multiprocessors(itemsize, is_capped, full, eviden
 
 
 @pytest.mark.parametrize(
-    ("columns", "dtype", "capability", "takes"),
+    ("columns", "dtype", "softcap", "capability", "takes"),
     [
-        (180224, torch.bfloat16, (8, 0), True),
-        (180240, torch.bfloat16, (8, 0), False),  # a cluster of two, which this chip does not have
-        (180240, torch.bfloat16, (9, 0), True),
-        (151936, torch.float32, (9, 0), True),
-        (655360, torch.float32, (10, 0), True),
-        (655376, torch.float32, (10, 0), False),  # more than a cluster of eight holds
-        (151930, torch.float32, (9, 0), False),
+        (180224, torch.bfloat16, None, (8, 0), True),
+        (180240, torch.bfloat16, None, (8, 0), False),  # a cluster of two, which this chip does not have
+        (180240, torch.bfloat16, None, (9, 0), True),
+        (151936, torch.float32, None, (9, 0), True),
+        (655360, torch.float32, None, (10, 0), True),
+        (655376, torch.float32, None, (10, 0), False),  # more than a cluster of eight holds
+        (151930, torch.float32, None, (9, 0), False),
+        (163840, torch.bfloat16, 30.0, (8, 0), True),
+        (163856, torch.bfloat16, 30.0, (8, 0), False),  # a softcap takes registers
+        (589824, torch.float32, 30.0, (10, 0), True),
+        (589840, torch.float32, 30.0, (10, 0), False),
     ],
 )
-def test_rows_longer_than_a_multiprocessor_holds_need_clusters(columns, dtype, capability, takes, monkeypatch):
+def test_rows_longer_than_a_multiprocessor_holds_need_clusters(columns, dtype, softcap, capability, takes, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(single_pass, "_most_blocks", single_pass._most_blocks.__wrapped__)
     monkeypatch.setattr(single_pass, "_shared_memory", lambda _: SHARED)
     logits = torch.empty(2, columns, dtype=dtype, device="meta")
-    assert single_pass.supports(logits, Vocabulary.of(columns)) == takes
+    assert single_pass.supports(logits, Vocabulary.of(columns, softcap=softcap)) == takes
 
 
 def test_large_clusters_are_counted_once_by_the_driver(monkeypatch):

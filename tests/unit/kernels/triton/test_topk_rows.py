@@ -86,7 +86,7 @@ def test_distributions_and_coefficients_are_those_of_torch(ranks, size, width, e
     in_nats_ = [TopKReader(v, targets, ids).statistics(z, ALL) for z, v in zip(slices, own, strict=True)]
     shares = torch.stack([in_log2(each, own[0]) for each in in_nats_])
     expected = topk.combine(in_nats(shares, own[0]), targets, ids, own[0])
-    there = [each.to(DEVICE) for each in (targets, mask, ids)]
+    there = (targets.to(DEVICE), mask.to(DEVICE)), ids.to(DEVICE)
     found = triton_topk.combine(shares.to(DEVICE), *there, own[0])
     limits = {"head": DOUBLE, "tail": DOUBLE, "tail_totals": DOUBLE}
     for name in ("logprobs", "entropy", "totals", "head", "tail", "tail_totals"):
