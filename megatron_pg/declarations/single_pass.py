@@ -1,6 +1,7 @@
 """Which Triton the kernels need, and where the single-pass kernel runs: GPUs and releases of its tests, and others."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 _TRIED_CAPABILITY, _TRIED_TRITONS = 9, ((3, 6), (3, 7), (3, 8), (3, 9))  # of the figures in docs/benchmarks.md
 _LEAST_CAPABILITY = 8  # asynchronous copies
@@ -16,6 +17,7 @@ class Path:
     text: str  # for banner and doctor
 
 
+@lru_cache  # asked at every loss
 def too_old(triton: str) -> str | None:
     """What the kernels need instead of this release of Triton; None if they compile with it."""
     needs = "Triton 3.4 or later (torch 2.8 or later brings it)"
