@@ -58,7 +58,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", default=1e-3, type=float)
     parser.add_argument("--backend", default="nccl" if HAS_GPU else "gloo", help="of torch.distributed")
     parser.set_defaults(calculate_per_token_loss=False)  # Megatron's flag; validate_args sets it for token_mean
-    return validate_args(parser.parse_args())
+    args = validate_args(parser.parse_args())
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("LOCAL_RANK is not set. Start this script with torchrun, as its --help shows.")
+    return args
 
 
 def start_processes(backend: str) -> None:

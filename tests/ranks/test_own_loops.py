@@ -1,6 +1,7 @@
 """The loops of examples/own_loop.py and examples/plain_torch.py: every number of ranks trains the same."""
 
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +60,20 @@ def critics(folder, full):
             writer.write([replace(sample, **own, **of_policy)])
     flags = ("--pg-role", "critic", "--pg-value-clip", "0.05", "--rollouts", str(path))
     return [run_own_loop(ranks, folder / f"{ranks}.jsonl", *flags) for ranks in (1, 2)]
+
+
+@launches.launch
+def without_torchrun(folder, full):
+    """Exit code and last line of a loop that no launcher starts."""
+    command = [sys.executable, str(ROOT / "examples" / "own_loop.py"), "--loss-aggregation", "prompt_mean"]
+    variables = {name: value for name, value in environment().items() if name != "LOCAL_RANK"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    return [done.returncode, done.stderr.splitlines()[-1]]
+
+
+def test_an_own_loop_names_the_launcher_that_it_needs(without_torchrun):
+    text = "LOCAL_RANK is not set. Start this script with torchrun, as its --help shows."
+    assert without_torchrun == [2, f"own_loop.py: error: {text}"]
 
 
 def test_an_own_loop_trains_a_critic_from_a_file(critics):
