@@ -56,6 +56,7 @@ BOUNDS = {
 KINK_MARGIN = {torch.float64: 1e-9, torch.float32: 1e-3}  # nearer to a clip bound, rounding decides on the gradient
 MOST_CANCELLATION = {torch.float64: math.inf, torch.float32: 4.0}  # of 1 - p, which no float32 gradient can undo
 METRIC_FLOOR = {torch.float64: 0.1, torch.float32: 1.0}
+ROUNDINGS = 4 * torch.finfo(torch.float64).eps / 1e-12  # of what is summed, as a share of the tests' limit
 MEANS = ("new_logprobs", "old_logprobs", "advantage", "entropy", "kl_new_ref")
 PER_TERM = ("loss", "weight", "num_tokens", "num_rollouts", "mean")
 PRODUCTS = ("topr", "vespo")  # whose ratio is a product over the sequence
@@ -181,10 +182,13 @@ class StepCase:
         }
 
     def _scale(self, name: str) -> float:
-        """What the loss of a term is compared on: sizes where it may cancel, else itself."""
+        """What the loss of a term is compared on: sizes where it may cancel, else itself or a few roundings of sizes.
+
+        In a token's e^-x - 1 + x, all digits may cancel.
+        """
         result = self.wanted.terms[name]
         may_cancel = name == "rl" or self.asked.terms or self.samples[0].sampling_mask is not None
-        return result.magnitude if may_cancel else abs(result.loss)
+        return result.magnitude if may_cancel else max(abs(result.loss), ROUNDINGS * result.magnitude)
 
     def _policy_errors(self, found: Outcome) -> dict[str, float]:
         """Of pg_loss and of the KL and entropy terms, which are absent without a token of the objective."""
