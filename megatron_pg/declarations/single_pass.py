@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 _TRIED_CAPABILITY, _TRIED_TRITONS = 9, ((3, 6), (3, 7), (3, 8), (3, 9))  # of the figures in docs/benchmarks.md
+TRIED_TRITONS = "Triton {}.{} to {}.{}".format(*_TRIED_TRITONS[0], *_TRIED_TRITONS[-1])
 _LEAST_CAPABILITY = 8  # asynchronous copies
 _LEAST_TRITON = (3, 4)  # of every kernel: the fields of a constant are read in it
 
@@ -39,5 +40,5 @@ def path_of(capability: tuple[int, int], triton: str) -> Path:
         return Path(False, False, f"{needs} compute capability 8.0 or later, and this is {chip}")
     if capability[0] == _TRIED_CAPABILITY and release in _TRIED_TRITONS:
         return Path(True, True, "a single pass where a row fits")
-    tried = f"tried with Triton 3.6 to 3.9 on compute capability 9, not {triton} on {chip}"
+    tried = f"tried with {TRIED_TRITONS} on compute capability {_TRIED_CAPABILITY}, not {triton} on {chip}"
     return Path(True, False, f"a single pass where a row fits and a test at its first use agrees ({tried})")

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 
 from megatron_pg.declarations.choices import AT_ONCE, AUTO, SOFTCAPS
 from megatron_pg.declarations.declaration import flag_of
+from megatron_pg.declarations.single_pass import TRIED_TRITONS
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.table import switch_rules, word_rules
 from megatron_pg.flags.values import number
 
-KERNEL = "bfloat16 on compute capability 9.0 with Triton 3.6 to 3.9"  # that scaled_exp was run with
+KERNEL = f"bfloat16 on compute capability 9.0 with {TRIED_TRITONS}"  # that scaled_exp was run with
 
 
 def chosen_head(facts: Facts, *, reads_sequences: bool = False, has_kernel: bool = True) -> tuple[str, str]:
