@@ -7,7 +7,7 @@ heads: the fused LM head with the vocabulary over 2, 4 and 8 GPUs, in its three 
 kernels: objectives from logits whose vocabulary lies over the GPUs (objectives.py under torchrun).
 layouts: the example under every layout, losses and gradient norms compared (runs/gpu_layouts.py).
 throughput: a dense model and a mixture of experts on all GPUs, compared with Megatron's own cross-entropy
-(runs/throughput.py).
+(runs/throughput.py), with the layers of Transformer Engine where it is installed.
 lost_ranks: a rank is killed, stopped or fails; what every other rank ends with (runs/lost_jobs.py).
 
 Figures are kept for each card, number of GPUs and release of torch. A second call measures the rows that have no
@@ -22,6 +22,7 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -170,7 +171,8 @@ def scripts(part: str, machine: Machine, out: Path, only: str) -> list[list[str]
         share = max(4, os.cpu_count() // (2 * machine.gpus))  # the runs wait for the host, not for the GPU
         command = [sys.executable, str(runs / "gpu_layouts.py"), "--share", str(share)]
         return [[*command, "--out", str(out / part), "--only", only]]
-    common = [sys.executable, str(runs / "throughput.py"), "--local-attention", "--gpus", str(machine.gpus)]
+    layers = "engine" if find_spec("transformer_engine") else "local"
+    common = [sys.executable, str(runs / "throughput.py"), "--layers", layers, "--gpus", str(machine.gpus)]
     return [
         [*common, "--out", str(out / f"{part}-{model}"), "--model", model, "--only", f"{layouts}.*({only})"]
         for model, layouts in THROUGHPUT

@@ -33,6 +33,9 @@ def global_name(model, name: str) -> str:
         if isinstance(model, HybridModel):  # attention and MLP apart
             number = (number + 1) // 2
         name = name.replace(match[0], f"decoder.layers.{number}.", 1)
+    grouped = re.search(r"experts\.(linear_fc\d)\.(weight|bias)(\d+)$", name)
+    if grouped:
+        name = name.replace(grouped[0], f"experts.local_experts.{grouped[3]}.{grouped[1]}.{grouped[2]}")
     if match := re.search(r"local_experts\.(\d+)\.", name):
         experts = get_args().num_experts // mpu.get_expert_model_parallel_world_size()
         number = mpu.get_expert_model_parallel_rank() * experts + int(match[1])

@@ -21,6 +21,11 @@ SHARDED = (
 TERMS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 DOCUMENTS = ("--docs-per-step", "256")
 ENGINE = ("--transformer-impl", "transformer_engine")
+FP8 = (*ENGINE, "--fp8-format", "e4m3", "--fp8-recipe", "blockwise")
+DELAYED_FP8 = (*ENGINE, "--fp8-format", "hybrid", "--fp8-recipe", "delayed")
+GROUPED = (*EXPERTS, *ENGINE, "--moe-grouped-gemm", "--moe-permute-fusion")
+OFFLOADED = (*ENGINE, "--optimizer-cpu-offload", "--use-precision-aware-optimizer")
+CAPTURED = (*ENGINE, "--cuda-graph-impl", "transformer_engine", "--te-rng-tracker")
 SEQUENCES = ("--pg-objective", "gspo", "--pg-clip-eps-low", "1", "--pg-clip-eps-high", "1e6")  # no bound for noise
 DYNAMIC, OPEN = {"DYNAMIC_CP": "1"}, {"OPEN_STEP": "1"}  # layout_run.py reads them
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
@@ -76,7 +81,6 @@ HEAD_PLACES = ("1 GPU", "TP2 + SP", "PP2", "CP2", "TP2 + SP × PP2")
 NOT_COVERED = {
     "teacher's whole distributions (`full_…`)": "needs hidden states of a teacher, which the example does not record",
     "routing replay": "needs routed experts, which the example does not record",
-    "FP8": "needs Transformer Engine and layers that the example does not build",
     "whitened advantages": "the example has no flag for `whiten_advantages`, which gives the same bits in every layout",
     "CP2 × DP2, --docs-per-step": "rows padded for CP2 hold fewer documents, so a step takes others from each rank",
     "several hosts": "this script starts one",
@@ -138,6 +142,26 @@ OF_THE_LOSS = {  # processes, environment, further flags, what it is compared wi
     "DP2, --docs-per-step, Transformer Engine": (2, {}, DOCUMENTS + ENGINE, "DP2, --docs-per-step"),
     "CP2, --docs-per-step, Transformer Engine": (2, {"CP": "2"}, DOCUMENTS + ENGINE, "1 GPU"),
     "EP2, 4 experts, Transformer Engine": (2, {"EP": "2"}, EXPERTS + ENGINE, "1 GPU, 4 experts"),
+    "EP2, 4 grouped experts, Transformer Engine": (2, {"EP": "2"}, GROUPED, "1 GPU, 4 experts"),
+    "EP2, 4 experts, overlapped, Transformer Engine": (
+        2,
+        {"EP": "2", **TERMS},
+        (*OVERLAPPED, *ENGINE, "--delay-wgrad-compute"),
+        "1 GPU, 4 experts",
+    ),
+    "DP2, prediction, Transformer Engine": (2, {}, PREDICTION + ENGINE, "1 GPU, prediction"),
+    "CP2, dynamic CP, Transformer Engine": (2, {"CP": "2", **DYNAMIC}, DOCUMENTS + ENGINE, "1 GPU"),
+    "1 GPU, captured layers, Transformer Engine": (1, {}, CAPTURED, "1 GPU"),
+    "DP2, offloaded optimizer, Transformer Engine": (2, {}, OFFLOADED, "1 GPU"),
+    "1 GPU, delayed FP8": (1, {}, DELAYED_FP8, "1 GPU"),
+    "1 GPU, FP8": (1, {}, FP8, "1 GPU"),
+    "1 GPU, FP8, --fp32-lm-head": (1, {}, (*FP8, "--fp32-lm-head"), "1 GPU, FP8"),
+    "1 GPU, FP8, --pg-fused-head": (1, {}, (*FP8, "--pg-fused-head"), "1 GPU, FP8"),
+    "DP2, FP8": (2, {}, FP8, "1 GPU, FP8"),
+    "DP2, FP8 parameters, overlapped": (2, {}, (*FP8, *OVERLAP, "--fp8-param-gather"), "1 GPU, FP8"),
+    "TP2 + SP, FP8, --pg-fused-head": (2, {"TP": "2", "SP": "1"}, (*FP8, "--pg-fused-head"), "1 GPU, FP8"),
+    "PP2, FP8": (2, {"PP": "2"}, FP8, "1 GPU, FP8"),
+    "CP2, FP8": (2, {"CP": "2"}, FP8, "1 GPU, FP8"),
     "TP2 × DP2": (4, {"TP": "2"}, (), "1 GPU"),
     "PP2 × DP2": (4, {"PP": "2"}, (), "1 GPU"),
     "CP2 × TP2": (4, {"CP": "2", "TP": "2"}, (), "1 GPU"),

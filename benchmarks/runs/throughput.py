@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gpu_layouts import ROOT, folder_of, is_complete, run_in_time
-from layouts import ENGINE
+from layouts import ENGINE, FP8
 from records import FAILED, NOT_RUN, OUT_OF_TIME, Deadline, Machine, error_in, not_run
 
 STEPS = 10
@@ -67,7 +67,11 @@ LAYOUTS = {  # name: GPUs, environment
     "CP2 × DP4": (8, {"CP": "2"}),
     "PP2 × DP4": (8, {"PP": "2"}),
 }
-LOCAL = shlex.split("--no-rope-fusion --recompute-granularity selective --recompute-modules core_attn")
+LAYERS = {
+    "engine": ENGINE,
+    "fp8": FP8,
+    "local": shlex.split("--no-rope-fusion --recompute-granularity selective --recompute-modules core_attn"),
+}
 BASELINE = ", Megatron's cross-entropy"
 
 
@@ -120,7 +124,7 @@ def cannot_run(processes: int, flags: list[str], gpus: int) -> str | None:
     if processes > gpus:
         return f"needs {processes} GPUs"
     if ENGINE[1] in flags and importlib.util.find_spec("transformer_engine") is None:
-        return "needs Transformer Engine, or give --local-attention"
+        return "needs Transformer Engine, or give --layers local"
     return None
 
 
@@ -167,9 +171,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "throughput")
     parser.add_argument("--only", default="", help="regular expression of the names; the table holds these")
     parser.add_argument(
-        "--local-attention",
-        action="store_true",
-        help="without Transformer Engine: Megatron's local layers, scores computed twice",
+        "--layers",
+        choices=LAYERS,
+        default="engine",
+        help="Transformer Engine's (engine), the same in FP8 (fp8), or Megatron's own, scores computed twice (local)",
     )
     parser.add_argument("--model", choices=MODELS, default="dense")
     parser.add_argument("--gpus", type=int, help="only the layouts of that many GPUs")
@@ -181,7 +186,7 @@ def main() -> None:
     machine, deadline, out, results = Machine.here(), Deadline(options.minutes), options.out.resolve(), {}
     out.mkdir(parents=True, exist_ok=True)
     for name, (processes, environment, flags) in wanted.items():
-        given = [*flags_of(options.model, local=options.local_attention), *flags]
+        given = [*flags_of(options.model, options.layers), *flags]
         folder, environment = folder_of(name, out), environment | {"PROCESSES": str(processes)}
         if not (is_complete(folder, processes) or cannot_run(processes, given, machine.gpus)):
             # One at a time: runs would share the host's processors.
@@ -205,11 +210,11 @@ def chosen(model: str, only: str, gpus: int | None) -> dict[str, tuple[int, dict
     }
 
 
-def flags_of(model: str, *, local: bool) -> list[str]:
-    """The flags of every run of a model, with Megatron's local layers or Transformer Engine's."""
+def flags_of(model: str, layers: str) -> list[str]:
+    """The flags of every run of a model with these of LAYERS."""
     length, rows, own = MODELS[model]
     shape = f"{own} --seq-length {length} --max-position-embeddings {length} --global-batch-size {rows}"
-    return [*COMMON, *shlex.split(shape), *(LOCAL if local else ENGINE)]
+    return [*COMMON, *shlex.split(shape), *LAYERS[layers]]
 
 
 if __name__ == "__main__":

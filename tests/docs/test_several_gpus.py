@@ -309,7 +309,7 @@ def test_throughput_has_a_baseline_of_each_layout_and_whole_microbatches(model, 
     wanted = throughput.chosen(model, "", gpus)
     assert wanted
     for name, (processes, environment, flags) in wanted.items():
-        flags = [*throughput.flags_of(model, local=True), *flags]
+        flags = [*throughput.flags_of(model, "local"), *flags]
         rows, micro = (
             int(flags[len(flags) - 1 - flags[::-1].index(flag) + 1])
             for flag in ("--global-batch-size", "--micro-batch-size")
