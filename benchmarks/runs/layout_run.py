@@ -61,7 +61,10 @@ def fill(model) -> None:
             if split
             else whole
         )
-        parameter.data.copy_(mine)
+        with torch.no_grad():  # the data of an FP8 parameter require a gradient too
+            parameter.copy_(mine)
+        if hasattr(parameter, "get_high_precision_init_val"):  # an FP8 parameter, whose optimizer starts from this copy
+            parameter.get_high_precision_init_val().copy_(mine)
 
 
 class SameEverywhere(train_grpo.Example):

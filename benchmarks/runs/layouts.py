@@ -159,7 +159,12 @@ OF_THE_LOSS = {  # processes, environment, further flags, what it is compared wi
     "1 GPU, FP8, --pg-fused-head": (1, {}, (*FP8, "--pg-fused-head"), "1 GPU, FP8"),
     "DP2, FP8": (2, {}, FP8, "1 GPU, FP8"),
     "DP2, FP8 parameters, overlapped": (2, {}, (*FP8, *OVERLAP, "--fp8-param-gather"), "1 GPU, FP8"),
-    "TP2 + SP, FP8, --pg-fused-head": (2, {"TP": "2", "SP": "1"}, (*FP8, "--pg-fused-head"), "1 GPU, FP8"),
+    "TP2 + SP, FP8, --pg-fused-head": (
+        2,
+        {"TP": "2", "SP": "1"},
+        (*FP8, "--pg-fused-head", "--micro-batch-size", "64"),  # blocks of 128 tokens on each rank
+        "1 GPU, FP8",
+    ),
     "PP2, FP8": (2, {"PP": "2"}, FP8, "1 GPU, FP8"),
     "CP2, FP8": (2, {"CP": "2"}, FP8, "1 GPU, FP8"),
     "TP2 × DP2": (4, {"TP": "2"}, (), "1 GPU"),
