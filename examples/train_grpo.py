@@ -275,7 +275,7 @@ class Example:
         if len(steps) < args.train_iters:
             raise ValueError(
                 f"{args.rollouts} holds {len(steps)} optimizer steps, --train-iters asks for {args.train_iters}, so "
-                "the run would end early. Lower --train-iters."
+                "the run ends early. Lower --train-iters."
             )
         for step in steps:
             if len(step) > args.global_batch_size:
@@ -447,8 +447,8 @@ def _check_fits(sample: Sample, args) -> None:
     vocabulary = task_of(args).vocabulary
     if len(sample.tokens) > args.seq_length or int(sample.tokens.max()) >= vocabulary:
         raise ValueError(
-            f"sample {sample.sample_id} has {len(sample.tokens)} tokens up to id {int(sample.tokens.max())}; the model "
-            f"takes {args.seq_length} tokens (--seq-length) of a vocabulary of {vocabulary}, so it cannot be trained."
+            f"sample {sample.sample_id} has {len(sample.tokens)} tokens up to id {int(sample.tokens.max())}, and the "
+            f"model takes {args.seq_length} tokens (--seq-length) of a vocabulary of {vocabulary}. Drop the sample."
         )
 
 
@@ -552,8 +552,8 @@ def _check_layers(args) -> None:
         )
     if args.transformer_impl == "local" and args.fp8:
         raise ValueError(
-            f"--fp8-format {args.fp8} has no effect on the layers of --transformer-impl local, so the run would not be "
-            "in FP8. Use --transformer-impl transformer_engine."
+            f"--fp8-format {args.fp8} has no effect on the layers of --transformer-impl local, so the run is not in "
+            "FP8. Use --transformer-impl transformer_engine."
         )
     gathers = args.transformer_impl == "local" and (args.docs_per_step or args.context_parallel_size > 1)
     softmax = vars(args).get("softmax_type") or "vanilla"

@@ -85,8 +85,8 @@ def validate_args(args: argparse.Namespace) -> argparse.Namespace:
     attributes = vars(args)
     if missing := [name for name in own_arguments() if name not in attributes]:
         message = (
-            "megatron_pg arguments are missing (--yaml-cfg replaces the parsed namespace): set "
-            f"{', '.join(missing)} in the YAML file"
+            f"the arguments lack {', '.join(missing)} of megatron_pg: --yaml-cfg replaces the parsed namespace. Set "
+            "what is missing in the YAML file."
         )
         raise ArgumentError([("E1", message)])
     facts = Facts(args)
@@ -109,7 +109,7 @@ def disagreement(per_rank: list[dict[str, str | None]]) -> str | None:
         first, *others = [values.get(name) for values in per_rank]
         for rank, value in enumerate(others, start=1):
             if value != first:
-                return f"ranks disagree on {name}: rank 0 has {first}, rank {rank} has {value}"
+                return f"ranks disagree on {name}: rank 0 has {first}, rank {rank} has {value}. Give all the same."
     return None
 
 
@@ -162,8 +162,8 @@ def _as_text(value: object) -> str:
 def _late_changes(args: argparse.Namespace) -> list[tuple[str, str]]:
     before, now = json.loads(args.megatron_pg_validated), snapshot(args)
     changed = [n for n in now if now[n] != before.get(n) or isinstance(now[n], bool) != isinstance(before.get(n), bool)]
-    advice = "call validate_args after the last merge"
-    return [("E22", f"{n} was {before.get(n)!r} when validated and is {now[n]!r} now; {advice}") for n in changed]
+    advice = "Call validate_args after the last merge."
+    return [("E22", f"{n} was {before.get(n)!r} when validated and is {now[n]!r} now. {advice}") for n in changed]
 
 
 def _say(category: type[Warning], messages: list[str]) -> None:

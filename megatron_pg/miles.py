@@ -22,14 +22,15 @@ class Miles(RolloutHost):
     logger = "miles.utils.tracking_utils.tracking:log"
     rollouts_per_step = "num_rollouts"
     unsupported = RolloutHost.unsupported | {
-        "rollout_top_p": "leaves the batches without the kept tokens; use 1.0",
-        "true_on_policy_mode": "rounds log-probabilities to bfloat16; remove it",
-        "use_dynamic_global_batch_size": "changes the number of rollouts per step after the step is planned; remove it",
-        "delay_split_train_data_by_dp": "cuts the data in the trainer, without a schedule of micro-batches; remove it",
-        "skip_actor_forward_only": "leaves no log-probabilities of the sampling policy, and no hooks; remove it",
-        "multi_lora_n_adapters": "gives every adapter its own batch; remove it",
-        "observe_training_entropy": "is a metric of the loss that ours replaces; use --pg-metrics with_entropy",
-        "debug_disable_optimizer": "never calls optimizer.step(), where metrics are reduced; remove it",
+        "rollout_top_p": "leaves the batches without the kept tokens. Use 1.0.",
+        "true_on_policy_mode": "rounds log-probabilities to bfloat16. Remove it.",
+        "use_dynamic_global_batch_size": "changes the number of rollouts per step after the step is planned. Remove "
+        "it.",
+        "delay_split_train_data_by_dp": "cuts the data in the trainer, without a schedule of micro-batches. Remove it.",
+        "skip_actor_forward_only": "leaves no log-probabilities of the sampling policy, and no hooks. Remove it.",
+        "multi_lora_n_adapters": "gives every adapter its own batch. Remove it.",
+        "observe_training_entropy": "is a metric of the loss that ours replaces. Use --pg-metrics with_entropy.",
+        "debug_disable_optimizer": "never calls optimizer.step(), where metrics are reduced. Remove it.",
     }
 
 

@@ -43,8 +43,8 @@ def install() -> None:
 def _not_theirs(self: Any, *given: Any, **named: Any) -> None:
     """The constructor of NeMo-RL's own loss, which its other trainers import themselves."""
     refuse(
-        "this script makes NeMo-RL's own ClippedPGLossFn instead of megatron_pg's loss; run one that calls "
-        "nemo_rl.algorithms.grpo.setup, such as examples/run_grpo.py"
+        "this script makes NeMo-RL's own ClippedPGLossFn instead of megatron_pg's loss. Run one that calls "
+        "nemo_rl.algorithms.grpo.setup, such as examples/run_grpo.py."
     )
 
 

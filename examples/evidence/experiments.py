@@ -390,7 +390,7 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := [name for name in args.experiments if name not in EXPERIMENTS]:
         parser.error(
-            f"{', '.join(unknown)} is none of {', '.join(EXPERIMENTS)}, so nothing would be run. Choose of them."
+            f"{', '.join(unknown)} is none of {', '.join(EXPERIMENTS)}, so nothing is run. Choose some of them."
         )
     runs = Runs(args.runs.resolve(), SCALES[args.scale], start_flags=args.start_flags, arm_flags=args.arm_flags)
     experiments = args.experiments or list(EXPERIMENTS)

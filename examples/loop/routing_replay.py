@@ -64,8 +64,8 @@ def _replays_of(model: nn.Module) -> dict[int, RouterReplay]:
     if not config.moe_enable_routing_replay or config.moe_router_fusion:
         raise ValueError(
             f"moe_enable_routing_replay is {config.moe_enable_routing_replay} and moe_router_fusion "
-            f"{config.moe_router_fusion}, so the router would not read the experts; build the model with "
-            "--moe-enable-routing-replay and without --moe-router-fusion"
+            f"{config.moe_router_fusion}, so the router does not read the experts. Build the model with "
+            "--moe-enable-routing-replay and without --moe-router-fusion."
         )
     for layer in get_attr_wrapped_model(model, "decoder").layers:
         router = getattr(layer.mlp, "router", None)

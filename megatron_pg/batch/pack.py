@@ -229,7 +229,7 @@ def _pack_thd(samples: Sequence[Sample], cp_size: int, width: int | None, multip
 def _pack_bshd(samples: Sequence[Sample], cp_size: int, width: int | None, rows: int) -> PackedBatch:
     if width is None:
         raise ValueError(
-            "bshd needs max_seq_len, the width of the rows, so that every rank lays them out alike; pass --seq-length."
+            "bshd needs max_seq_len, the width of the rows, so that every rank lays them out alike. Pass --seq-length."
         )
     if too_long := next((sample for sample in samples if len(sample.tokens) > width), None):
         raise ValueError(

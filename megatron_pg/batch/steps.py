@@ -112,7 +112,7 @@ def cut_microbatches(
         ]
         return [laid_out(part) for part in parts]
     if rows is None:
-        raise ValueError("bshd needs rows, so that every micro-batch has the same shape; pass --micro-batch-size.")
+        raise ValueError("bshd needs rows, so that every micro-batch has the same shape. Pass --micro-batch-size.")
     if len(samples) > (places := rows * num_microbatches * data_parallel_size):
         raise ValueError(
             f"{len(samples)} samples for {num_microbatches} micro-batches of {rows} rows on {data_parallel_size} "

@@ -33,7 +33,7 @@ def argument_message(message: str) -> str:
     if match := re.fullmatch(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL):
         flag, value, choices = match.groups()
         names = one_of(value, choices.replace("'", "").split(", "))
-        return f"{flag} {value!r} is not one of {names}{'' if names.endswith('?') else '.'}"
+        return f"{flag} {value!r} is not one of {names}"
     if match := re.fullmatch(r"argument (\S+): invalid (int|float) value: (.*)", message, re.DOTALL):
         flag, kind, value = match.groups()
         return f"{flag} {value} is not a {'whole number' if kind == 'int' else 'number'}."

@@ -177,20 +177,20 @@ class EstimatorDeclaration:
 KL_ESTIMATORS = {
     "k1": EstimatorDeclaration(
         formula="x",
-        flaw="its expected gradient is 0, so it adds noise and no penalty; k1_weighted or k3_weighted has the right "
-        "gradient",
+        flaw="has an expected gradient of 0, so it adds noise and no penalty. Use k1_weighted or k3_weighted, which "
+        "have the right gradient.",
         function="k1",
     ),
     "k2": EstimatorDeclaration(formula="x²/2", function="k2"),
     "k3": EstimatorDeclaration(
         formula="e^-x - 1 + x",
-        flaw="its gradient is that of KL(π_ref‖π), not of KL(π‖π_ref); k3_weighted has the right one with the same "
-        "value",
+        flaw="has the gradient of KL(π_ref‖π), not of KL(π‖π_ref). Use k3_weighted, which has the same value and the "
+        "right gradient.",
         function="k3",
     ),
     "abs": EstimatorDeclaration(
         formula="|x|",
-        flaw="its gradient is not that of a KL divergence; k3_weighted has the right one",
+        flaw="has a gradient that is not that of a KL divergence. Use k3_weighted, which has the right one.",
         function="absolute",
     ),
     "k1_weighted": EstimatorDeclaration(formula="r·x", is_weighted=True, function="k1_weighted"),

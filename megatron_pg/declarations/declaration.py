@@ -21,7 +21,7 @@ class Number:
     name: str
     low: float = -math.inf
     high: float = math.inf
-    requirement: str  # for messages: must be …
+    requirement: str  # for messages: It must be …
     flag: str | None = None  # that sets it; None: it is an option
 
     @property
@@ -62,13 +62,13 @@ def load(path: str) -> Callable:
 
 
 def did_you_mean(word: str, names: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})) -> str:
-    """A hint for an unknown name: a similar name, or ours for another framework's name. Empty without a match."""
+    """A question after an unknown name: a similar name, or ours for another framework's. Empty without a match."""
     key = word.lower().replace("-", "_")
     close = difflib.get_close_matches(key, [*names, *elsewhere], n=1)
     guess = key if key in elsewhere else (close[0] if close else None)
-    return f"; did you mean {elsewhere.get(guess, guess)}?" if guess else ""
+    return f" Did you mean {elsewhere.get(guess, guess)}?" if guess else ""
 
 
 def one_of(word: str, names: Collection[str], elsewhere: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The names that an unknown one could be, with the hint, for the end of a message."""
-    return ", ".join(names) + did_you_mean(word, names, elsewhere)
+    """The names that an unknown one could be, a period and the question, for the end of a message."""
+    return f"{', '.join(names)}.{did_you_mean(word, names, elsewhere)}"

@@ -91,8 +91,8 @@ def _wide_eps_message(numbers: Numbers) -> str | None:
     if widest <= 0.05:
         return None
     return (
-        f"clips the geometric mean of a sequence's ratios, which an eps of {widest:g} almost never reaches "
-        "(the paper: 3e-4 and 4e-4)"
+        f"clips the geometric mean of a sequence's ratios, which an eps of {widest:g} almost never reaches. Leave the "
+        "clip flags out, for the paper's 3e-4 and 4e-4."
     )
 
 

@@ -25,11 +25,11 @@ def reconcile(args: argparse.Namespace) -> list[str]:
     per_token = vars(args).get("calculate_per_token_loss", False)
     if args.loss_aggregation is None:
         args.loss_aggregation = STEP_MEANS[per_token]
-        given = f"R2 --calculate-per-token-loss: --loss-aggregation is {STEP_MEANS[True]}, not {DEFAULT}"
+        given = f"R2 --calculate-per-token-loss makes --loss-aggregation {STEP_MEANS[True]}, not {DEFAULT}."
         return [given] if per_token else []
     if AGGREGATIONS[args.loss_aggregation].is_per_token and not per_token:
         args.calculate_per_token_loss = True
-        return [f"R1 {args.loss_aggregation}: --calculate-per-token-loss switched on"]
+        return [f"R1 --loss-aggregation {args.loss_aggregation} switches --calculate-per-token-loss on."]
     return []
 
 
@@ -40,7 +40,7 @@ def aggregation_violations(facts: Facts) -> Violations:
     if facts.per_token is True and facts.aggregation and not facts.aggregation.is_per_token:
         yield (
             f"E11 --calculate-per-token-loss is the older spelling of --loss-aggregation {STEP_MEANS[True]} and "
-            f"contradicts {facts.mode}; remove one"
+            f"contradicts {facts.mode}. Remove one of the two."
         )
     yield from _path("--custom-pg-loss-reducer-function-path", facts.reducer_path, REDUCER_PARAMETERS)
     path = None if facts.custom_objective is None else facts.custom_objective.name
@@ -49,11 +49,11 @@ def aggregation_violations(facts: Facts) -> Violations:
 
 def _mode_rules(facts: Facts) -> Violations:
     if not isinstance(facts.mode, str):
-        yield f"E2 --loss-aggregation must be a string, got {facts.mode!r}"
+        yield f"E2 --loss-aggregation is {facts.mode!r}. It must be a string."
     elif facts.aggregation is None:
         yield from choice("--loss-aggregation", facts.mode, AGGREGATIONS, "E3", elsewhere())
     if not isinstance(facts.per_token, bool):
-        yield f"E4 calculate_per_token_loss must be true or false, got {facts.per_token!r}"
+        yield f"E4 calculate_per_token_loss is {facts.per_token!r}. It must be true or false."
 
 
 def _divisor_rules(facts: Facts) -> Violations:
@@ -61,29 +61,30 @@ def _divisor_rules(facts: Facts) -> Violations:
     if divisor is None:
         if needs_one and facts.reducer_path is None:
             yield (
-                f"E5 --loss-aggregation {facts.mode} needs --loss-aggregation-divisor L > 0 (Dr. GRPO: the maximum "
-                "number of response tokens of a rollout, all its turns together); there is no default"
+                f"E5 --loss-aggregation {facts.mode} needs a divisor, which has no default. Give "
+                "--loss-aggregation-divisor L > 0. In Dr. GRPO, L is the maximum number of response tokens of a "
+                "rollout, all its turns together."
             )
         return
     if isinstance(divisor, bool) or not isinstance(divisor, (int, float)):
         rule = "E6" if isinstance(divisor, bool) else "E7"
-        fix = "; write it without quotes" if isinstance(divisor, str) else ""
-        yield f"{rule} --loss-aggregation-divisor must be a number, got {divisor!r}{fix}"
+        fix = "Write it without quotes." if isinstance(divisor, str) else "Give a number of tokens."
+        yield f"{rule} --loss-aggregation-divisor is {divisor!r}, which is not a number. {fix}"
     elif not is_usable_divisor(divisor):
         yield (
-            f"E8 --loss-aggregation-divisor must be finite and > 0, got {divisor} (and 1/L a normal float32); give a "
-            "number of tokens"
+            f"E8 --loss-aggregation-divisor is {divisor}. It must be finite and > 0, and 1/L a normal float32. Give a "
+            "number of tokens."
         )
     if facts.reducer_path is not None:
         yield (
-            "E10 --loss-aggregation-divisor has no effect with --custom-pg-loss-reducer-function-path (the reducer "
-            "owns its denominator); remove one"
+            f"E10 --loss-aggregation-divisor {divisor} has no effect with --custom-pg-loss-reducer-function-path, "
+            "whose reducer has its own denominator. Remove one of the two."
         )
     elif facts.aggregation is not None and not needs_one:
         with_divisor = next(name for name, each in AGGREGATIONS.items() if each.takes_divisor)
         yield (
-            f"E9 --loss-aggregation-divisor has no effect with --loss-aggregation {facts.mode}; remove it or choose "
-            f"{with_divisor}"
+            f"E9 --loss-aggregation-divisor {divisor} has no effect with --loss-aggregation {facts.mode}. Remove it, "
+            f"or choose {with_divisor}."
         )
 
 
@@ -114,8 +115,8 @@ def aggregation_warnings(facts: Facts) -> list[str]:
     messages = []
     if facts.is_mode_given:
         messages.append(
-            f"W1 --custom-pg-loss-reducer-function-path takes precedence: --loss-aggregation {facts.mode} does not "
-            "shape pg_loss"
+            f"W1 --custom-pg-loss-reducer-function-path takes precedence, and --loss-aggregation {facts.mode} does not "
+            "shape pg_loss. Remove one of the two."
         )
     unit, source = "1/T" if facts.is_per_token else "1/N_r", _path_with_source(facts.reducer_path, REDUCER_PARAMETERS)
     return [*messages, f"W2 pg_loss = ({unit})·Σ reducer(ℓ), reducer {source}"]

@@ -17,8 +17,8 @@ from megatron_pg.flags.megatron import (
 
 _RANKS = (
     "E12 {flag} takes samples from Megatron's own data loader (--dataloader-type single) and distributes them itself, "
-    "so it cannot use packed micro-batches; remove it (use --context-parallel-size alone, or dynamic_cp, which runs "
-    "each micro-batch on its own ranks)"
+    "so it cannot use packed micro-batches. Remove it. Use --context-parallel-size alone, or dynamic_cp, which runs "
+    "each micro-batch on its own ranks."
 )
 
 
@@ -52,12 +52,12 @@ def _is_per_token(facts: Facts) -> bool:
 
 _is_critic, _fuses_head, _has_own_head = map(attrgetter, ("is_critic", "fuses_head", "has_own_head"))
 _takes_documents = attrgetter("takes_documents")
-_BATCHES = "E30 {flag} reads its own kind of batches and cannot be combined with megatron_pg; remove it"
-_FSDP = "E19 {flag}%s was not run with --use-megatron-fsdp; remove one"
+_BATCHES = "E30 {flag} reads its own kind of batches and cannot be combined with megatron_pg. Remove it."
+_FSDP = "E19 {flag}%s was not run with --use-megatron-fsdp. Remove one of the two."
 _NOT_RUN_UNDER_FSDP = "num_distributed_optimizer_instances", "tensor_model_parallel_size"
-_LOGITS = "E54 {flag} %s, which --pg-fused-head never computes; remove one"
-_CRITIC = "E46 {flag} %s and cannot be combined with --pg-role critic; remove it"
-_STEPS = "E62 {flag} %s, and with --docs-per-step every step has its own number of micro-batches; remove it"
+_LOGITS = "E54 {flag} %s, which --pg-fused-head never computes. Remove one of the two."
+_CRITIC = "E46 {flag} %s and cannot be combined with --pg-role critic. Remove it."
+_STEPS = "E62 {flag} %s, and with --docs-per-step every step has its own number of micro-batches. Remove it."
 # Megatron's arguments that are refused where the condition is true: name, condition, rule and message.
 REFUSED: tuple[tuple[str, Callable[[Facts], bool], str], ...] = (
     *((name, lambda facts: True, _RANKS) for name in ("hybrid_context_parallel", "dynamic_context_parallel")),
@@ -65,40 +65,41 @@ REFUSED: tuple[tuple[str, Callable[[Facts], bool], str], ...] = (
     (
         "use_torch_fsdp2",
         lambda facts: core_version() < RUNS_FSDP2,
-        "E19 {flag} raises a TypeError in finalize_model_grads of megatron-core before 0.19.2; use 0.19.2, or "
-        "--use-megatron-fsdp",
+        "E19 {flag} raises a TypeError in finalize_model_grads of megatron-core before 0.19.2. Use 0.19.2, or "
+        "--use-megatron-fsdp.",
     ),
     (
         "use_torch_fsdp2",
         _fuses_head,
-        "E19 {flag} frees the output layer's weight after its forward, and --pg-fused-head reads it later; use "
-        "--fp32-lm-head, or --use-megatron-fsdp",
+        "E19 {flag} frees the output layer's weight after its forward, and --pg-fused-head reads it later. Use "
+        "--fp32-lm-head, or --use-megatron-fsdp.",
     ),
     (
         "use_torch_fsdp2",
         lambda facts: bool(facts.megatron("num_experts")) and _is_per_token(facts),
-        "E19 {flag} averages gradients without dividing by the number of positions; use --use-megatron-fsdp, or "
-        "another aggregation",
+        "E19 {flag} averages gradients without dividing by the number of positions. Use --use-megatron-fsdp, or "
+        "another aggregation.",
     ),
     (
         "use_megatron_fsdp",
         lambda facts: facts.fuses_head and core_version() < FUSES_UNDER_FSDP,
-        "E19 {flag} loses gradients under --pg-fused-head in megatron-core before 0.19.2; use 0.19.2, or "
-        "--fp32-lm-head",
+        "E19 {flag} loses gradients under --pg-fused-head in megatron-core before 0.19.2. Use 0.19.2, or "
+        "--fp32-lm-head.",
     ),
     (
         "use_megatron_fsdp",
         lambda facts: core_version() < REDUCES_UNSHARDED and _leaves_unreduced(facts),
         "E19 {flag} with --data-parallel-sharding-strategy no_shard, the default of 0.16 and 0.17, does not reduce "
-        "gradients over ranks in megatron-core before 0.18.2; use --data-parallel-sharding-strategy "
-        "optim_grads_params",
+        "gradients over ranks in megatron-core before 0.18.2. Use --data-parallel-sharding-strategy "
+        "optim_grads_params.",
     ),
     ("ddp_average_in_collective", lambda facts: bool(facts.megatron("use_megatron_fsdp")), _FSDP % ""),
     *((name, partial(_is_sharded, name=name), _FSDP % " {value}") for name in _NOT_RUN_UNDER_FSDP),
     (
         "pipeline_model_parallel_size",
         partial(_is_sharded, name="pipeline_model_parallel_size"),
-        "E19 {flag} {value} raises an error when --use-megatron-fsdp creates its process groups; remove one",
+        "E19 {flag} {value} raises an error when --use-megatron-fsdp creates its process groups. Remove one of the "
+        "two.",
     ),
     (
         "expert_model_parallel_size",
@@ -108,47 +109,53 @@ REFUSED: tuple[tuple[str, Callable[[Facts], bool], str], ...] = (
             and facts.megatron("data_parallel_sharding_strategy") != "optim"
         ),
         "E19 {flag} {value} with --use-megatron-fsdp divides experts' gradients by the number of ranks again with "
-        "every micro-batch; use token_mean, --data-parallel-sharding-strategy optim, or no expert parallelism",
+        "every micro-batch. Use token_mean, --data-parallel-sharding-strategy optim, or no expert parallelism.",
     ),
-    ("ddp_average_in_collective", _is_per_token, "E18 {flag} divides by ranks and cannot be combined with token_mean"),
+    (
+        "ddp_average_in_collective",
+        _is_per_token,
+        "E18 {flag} divides by ranks and cannot be combined with token_mean. Remove one of the two.",
+    ),
     (
         "expert_tensor_parallel_size",
         _leaves_experts_unreduced,
         "E17 {flag} {value} is not --tensor-model-parallel-size, and without expert parallelism Megatron does not add "
-        "experts' gradients of these ranks; remove it, or use --expert-model-parallel-size 2 or more",
+        "experts' gradients of these ranks. Remove it, or use --expert-model-parallel-size 2 or more.",
     ),
     (
         "defer_embedding_wgrad_compute",
         _reduces_before_it_is_complete,
         "E17 {flag} delays the output layer's weight gradient beyond the last backward, in which --overlap-grad-reduce "
-        "begins to add this gradient over ranks, so each rank trains with another gradient; remove one",
+        "begins to add this gradient over ranks. Each rank then trains with another gradient. Remove one of the two.",
     ),
     (
         "defer_embedding_wgrad_compute",
         lambda facts: bool(facts.megatron("mtp_num_layers")),
-        "E17 {flag} with --mtp-num-layers multiplies the gradients of one prediction by the hidden states of another; "
-        "remove one",
+        "E17 {flag} with --mtp-num-layers multiplies the gradients of one prediction by the hidden states of another. "
+        "Remove one of the two.",
     ),
     (
         "multiple_validation_sets",
         lambda facts: (facts.megatron("virtual_pipeline_model_parallel_size") or 1) > 1,
-        "E30 {flag} with virtual pipeline stages evaluates the first set in the place of every other one; remove it or "
-        "the virtual stages",
+        "E30 {flag} with virtual pipeline stages evaluates the first set in the place of every other one. Remove it, "
+        "or the virtual stages.",
     ),
     (
         "defer_embedding_wgrad_compute",
         _has_own_head,
-        "E53 {flag} delays the output layer's weight gradient, which the float32 head computes at once; remove one",
+        "E53 {flag} delays the output layer's weight gradient, which the float32 head computes at once. Remove one of "
+        "the two.",
     ),
     (
         "fp8_output_proj",
         _has_own_head,
-        "E53 {flag} replaces the output layer with one of Transformer Engine, which has no float32 head; remove one",
+        "E53 {flag} replaces the output layer with one of Transformer Engine, which has no float32 head. Remove one of "
+        "the two.",
     ),
     (
         "output_logit_dtype",
         _has_own_head,
-        "E53 {flag} {value} also changes the precision of the logits; remove it, or the float32 head",
+        "E53 {flag} {value} also changes the precision of the logits. Remove it, or the float32 head.",
     ),
     ("mtp_num_layers", _is_critic, _CRITIC % "predicts tokens from logits"),
     ("use_mup", _is_critic, _CRITIC % "scales the output layer's result as logits"),
@@ -174,25 +181,28 @@ def compatibility_violations(facts: Facts) -> Violations:
     loader = facts.megatron("dataloader_type", "external")
     if loader != "external":
         yield (
-            f"E29 --dataloader-type {loader} wraps the iterator of packed micro-batches in a data loader; use "
-            "--dataloader-type external"
+            f"E29 --dataloader-type {loader} wraps the iterator of packed micro-batches in a data loader. Use "
+            "--dataloader-type external."
         )
     graph = [facts.megatron(name) for name in ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules")]
     if any(name in ("full_iteration", "CudaGraphScope.full_iteration") for name in _flatten(graph)):
-        yield "E20 --cuda-graph-impl full_iteration freezes the step's denominators; capture layers instead"
+        yield "E20 --cuda-graph-impl full_iteration freezes the step's denominators. Capture layers instead."
     recomputes_mtp = facts.megatron("mtp_num_layers") and facts.megatron("recompute_granularity") == "full"
     if recomputes_mtp and (0, 18) <= core_version() < (0, 19, 2):
         yield (
             "E21 --recompute-granularity full with --mtp-num-layers raises a TypeError inside megatron-core 0.18 to "
-            "0.19.1; use 0.19.2, --recompute-granularity selective, or no multi-token prediction"
+            "0.19.1. Use 0.19.2, --recompute-granularity selective, or no multi-token prediction."
         )
-    if (facts.megatron("gtp_weight_remat_size", 1) or 1) > 1:
-        yield "E28 --tensor-parallel-num-weight-shards > 1 is not verified for --loss-aggregation; remove it"
+    if (shards := facts.megatron("gtp_weight_remat_size", 1) or 1) > 1:
+        yield (
+            f"E28 --tensor-parallel-num-weight-shards gives gtp_weight_remat_size {shards}, which is not verified for "
+            "--loss-aggregation. Remove it."
+        )
     if _captures_router(facts) and _needs_router_scale(facts):
         yield (
             "E65 --cuda-graph-impl transformer_engine captures the router with the coefficients of its losses, which "
-            "change with every step under token_mean in megatron-core before 0.19; leave moe out of "
-            "--cuda-graph-scope, or use 0.19"
+            "change with every step under token_mean in megatron-core before 0.19. Leave moe out of "
+            "--cuda-graph-scope, or use 0.19."
         )
 
 
@@ -207,23 +217,24 @@ def compatibility_warnings(facts: Facts) -> list[str]:
     messages = []
     if facts.megatron("eval_iters") is not None and facts.megatron("eval_interval") is None:
         messages.append(
-            "W11 --eval-iters without --eval-interval: Megatron's pretrain() divides by the interval when it builds "
-            "the data, and raises a TypeError; give an interval, also with --eval-iters 0"
+            f"W11 --eval-iters {facts.megatron('eval_iters')} without --eval-interval raises a TypeError in Megatron's "
+            "pretrain(), which divides by the interval when it builds the data. Give an interval, also with "
+            "--eval-iters 0."
         )
     if facts.is_per_token and facts.megatron("fp16", False) and facts.megatron("num_experts"):
         messages.append(
-            "W4 --fp16: with --num-experts gradients are sums over all positions of the step until finalize; the loss "
-            "scale must absorb it"
+            "W4 --fp16 with --num-experts leaves gradients as sums over all positions of the step until finalize. Make "
+            "sure that the loss scale absorbs them."
         )
     if "global_aux_loss" in _balancing_losses(facts) and facts.megatron("data_parallel_size") != 1:
         messages.append(
-            "W5 --moe-router-load-balancing-type global_aux_loss: Megatron divides its gradient by the number of "
-            "data-parallel ranks, and it depends on the order of the micro-batches; multiply --moe-aux-loss-coeff by "
-            "that number, or use aux_loss"
+            "W5 --moe-router-load-balancing-type global_aux_loss has a gradient that Megatron divides by the number of "
+            "data-parallel ranks, and that depends on the order of the micro-batches. Multiply --moe-aux-loss-coeff by "
+            "that number, or use aux_loss."
         )
     messages += [
         f"W5 {flag} chooses experts by all positions of a rank's micro-batch, so loss and gradient depend on its size "
-        f"and on the layout; {fix}"
+        f"and on the layout. {fix}."
         for flag, fix in _routing_by_microbatch(facts)
     ]
     return messages
@@ -234,9 +245,9 @@ def _routing_by_microbatch(facts: Facts) -> list[tuple[str, str]]:
     if not facts.megatron("num_experts"):
         return []
     capacity = facts.megatron("moe_expert_capacity_factor")
-    found = [] if capacity is None else [(f"--moe-expert-capacity-factor {capacity:g}", "leave it out")]
+    found = [] if capacity is None else [(f"--moe-expert-capacity-factor {capacity:g}", "Leave it out")]
     if "sinkhorn" in _flatten([facts.megatron("moe_router_load_balancing_type")]):
-        found.append(("--moe-router-load-balancing-type sinkhorn", "use another type"))
+        found.append(("--moe-router-load-balancing-type sinkhorn", "Use another type"))
     return found
 
 

@@ -10,7 +10,7 @@ def documents_violations(facts: Facts) -> Violations:
     args, documents = facts.args, facts.args.docs_per_step
     is_count = isinstance(documents, int) and not isinstance(documents, bool) and 0 <= documents < 2**62
     if not is_count:
-        yield f"E60 --docs-per-step must be a whole number of documents below 2^62, or 0 for off, got {documents!r}"
+        yield f"E60 --docs-per-step is {documents!r}. It must be a whole number of documents below 2^62, or 0 for off."
     for flag, value in {
         "--docs-per-step-policy": args.docs_per_step_policy,
         "--docs-per-step-end": args.docs_per_step_end,
@@ -18,10 +18,10 @@ def documents_violations(facts: Facts) -> Violations:
         unknown = list(word_rules(args, flag))
         yield from unknown
         if value is not None and not unknown and is_count and documents == 0:
-            yield f"E61 {flag} {value} has no effect without --docs-per-step; remove it"
+            yield f"E61 {flag} {value} has no effect without --docs-per-step. Remove it."
     yield from switch_rules(args, "--docs-per-step-drop-position")
     if args.docs_per_step_drop_position is True and documents:
         yield (
-            "E61 --docs-per-step-drop-position has no effect with --docs-per-step, which resumes at the position; "
-            "remove it"
+            "E61 --docs-per-step-drop-position has no effect with --docs-per-step, which resumes at the position. "
+            "Remove it."
         )

@@ -67,27 +67,27 @@ def head_violations(facts: Facts) -> Violations:
     backward = args.fp32_lm_head_backward
     if backward is not None and not facts.has_own_head:
         yield (
-            f"E51 --fp32-lm-head-backward {backward} has no effect without --fp32-lm-head or --pg-fused-head; add one "
-            "or remove it"
+            f"E51 --fp32-lm-head-backward {backward} has no effect without --fp32-lm-head or --pg-fused-head. Add one, "
+            "or remove it."
         )
     if args.pg_fused_head in AT_ONCE:
         for reader in _sequence_readers(facts):
             yield from recompute_violation(reader, args.pg_fused_head)
         for flag in _loss_scales(facts):
             yield (
-                f"E55 {flag} uses a loss scale that is not known when --pg-fused-head computes the gradient; use "
-                "--pg-fused-head recompute"
+                f"E55 {flag} uses a loss scale that is not known when --pg-fused-head {args.pg_fused_head} computes "
+                "the gradient. Use --pg-fused-head recompute."
             )
     if args.pg_fused_head == "scaled_exp":
         for reader in _entropy_readers(facts):
             yield (
-                f"E56 --pg-fused-head scaled_exp computes only log-probabilities, and {reader} needs more; use "
-                "--pg-fused-head forward"
+                f"E56 --pg-fused-head scaled_exp computes only log-probabilities, and {reader} needs more. Use "
+                "--pg-fused-head forward."
             )
         if backward == "split":
             yield (
-                "E56 --pg-fused-head scaled_exp has no float32 gradient for --fp32-lm-head-backward split; use "
-                "--pg-fused-head forward"
+                "E56 --pg-fused-head scaled_exp has no float32 gradient for --fp32-lm-head-backward split. Use "
+                "--pg-fused-head forward."
             )
 
 
@@ -96,11 +96,11 @@ def _vocabulary_rules(args: argparse.Namespace, padded: int | None) -> Violation
     if size is None:
         return
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        yield f"E52 --pg-vocab-size must be a whole number >= 1, got {size!r}"
+        yield f"E52 --pg-vocab-size is {size!r}. It must be a whole number >= 1."
     elif padded is not None and size > padded:
         yield (
-            f"E52 --pg-vocab-size {size} is more than the {padded} columns of the logits; give the vocabulary size of "
-            "the rollout engine"
+            f"E52 --pg-vocab-size {size} is more than the {padded} columns of the logits. Give the vocabulary size of "
+            "the rollout engine."
         )
 
 
@@ -108,7 +108,7 @@ def recompute_violation(reader: str, mode: str) -> Violations:
     """Rule E55 for a flag with a sequence-level loss. A custom objective is tried at startup to find that out."""
     yield (
         f"E55 --pg-fused-head {mode} computes the gradient of a chunk before the next chunk is read, and {reader} "
-        "reads whole sequences; use --pg-fused-head recompute"
+        "reads whole sequences. Use --pg-fused-head recompute."
     )
 
 
@@ -147,7 +147,7 @@ def head_warnings(facts: Facts) -> list[str]:
     }
     return [
         f"W10 {flag} has no effect here: without --bf16 and --fp16, hidden states, weights, logits and their gradients "
-        "are float32"
+        "are float32."
         for flag, is_given in given.items()
         if is_given
     ]

@@ -38,8 +38,8 @@ def split_import_path(path: Any) -> tuple[str, str]:
     keywords = [] if match is None else [word for word in re.split("[.:]", path) if keyword.iskeyword(word)]
     if match is None or keywords or path.partition(":")[0].endswith(".py"):
         raise ImportPathError(
-            f"must be package.module.function (or package.module:function), got {shorten(path)}; file paths are not "
-            "accepted"
+            f"{shorten(path)} is not package.module.function or package.module:function. Write one of the two forms, "
+            "not a file path."
         )
     return match.group(1), match.group(2)
 
@@ -60,17 +60,17 @@ def load_function(path: str, parameters: tuple[str, ...]) -> Callable:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
-        hint = "; put its folder on PYTHONPATH of every rank" if isinstance(error, ModuleNotFoundError) else ""
-        raise ImportFailedError(f"cannot be imported: {type(error).__name__}: {error}{hint}") from error
+        fix = "Put its folder on PYTHONPATH of every rank." if isinstance(error, ModuleNotFoundError) else "Correct it."
+        raise ImportFailedError(f"cannot be imported ({type(error).__name__}: {error}). {fix}") from error
     try:
         function = getattr(module, attribute)
     except AttributeError:
         functions = listed(name for name, value in vars(module).items() if inspect.isfunction(value)) or "none"
         raise ImportFailedError(
-            f"cannot be imported: {module_name} has no attribute {attribute!r} (its functions: {functions})"
+            f"cannot be imported, because {module_name} has no attribute {attribute!r}. Its functions: {functions}."
         ) from None
     except Exception as error:  # a module's own __getattr__
-        raise ImportFailedError(f"cannot be imported: {type(error).__name__}: {error}") from error
+        raise ImportFailedError(f"cannot be imported ({type(error).__name__}: {error}). Correct it.") from error
     _check_callable(function, parameters)
     return function
 
@@ -90,15 +90,15 @@ def source_of(function: Callable) -> tuple[str, str]:
 
 
 def _check_callable(function: object, parameters: tuple[str, ...]) -> None:
-    expected = f"must be a function that accepts ({', '.join(parameters)})"
+    expected = f"It must be a function that accepts ({', '.join(parameters)})."
     if not callable(function) or inspect.isclass(function):
-        raise ImportPathError(f"{expected}, is a {type(function).__name__}")
+        raise ImportPathError(f"is a {type(function).__name__}. {expected}")
     kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     if any(is_kind(function) for is_kind in kinds):
-        raise ImportPathError(f"{expected}, is a coroutine or generator function")
+        raise ImportPathError(f"is a coroutine or generator function. {expected}")
     try:
         signature = inspect.signature(function)
         signature.bind(*parameters)
     except (TypeError, ValueError) as error:
-        shown = str(signature) if "signature" in locals() else "no readable signature"
-        raise ImportPathError(f"{expected}, has {shown}") from error
+        shown = f"the signature {signature}" if "signature" in locals() else "no readable signature"
+        raise ImportPathError(f"has {shown}. {expected}") from error

@@ -23,9 +23,9 @@ def split(text: str) -> tuple[str, dict[str, str]]:
     for part in parts:
         option, equals, value = part.partition("=")
         if not option or not equals:
-            raise ValueError(f"has {part!r}, which is not option=value")
+            raise ValueError(f"has {part!r}, which is not option=value. Write it in that form.")
         if option in given:
-            raise ValueError(f"has {option} twice; remove one of them")
+            raise ValueError(f"has {option} twice. Remove one of them.")
         given[option] = value
     return head, given
 
@@ -42,10 +42,10 @@ def number_of(option: str, text: str) -> float:
         ValueError: the text is not one; the message follows the flag and the text.
     """
     if not _NUMBER.fullmatch(text):
-        raise ValueError(f"has {option}={text}, which is not a number")
+        raise ValueError(f"has {option}={text}, which is not a number. Write a number.")
     value = float(text)
     if value == 0 and any(digit in text.lower().partition("e")[0] for digit in "123456789"):
-        raise ValueError(f"has {option}={text}, which is 0 in float64; the smallest number is 5e-324")
+        raise ValueError(f"has {option}={text}, which is 0 in float64. The smallest number is 5e-324.")
     return value
 
 
@@ -97,7 +97,7 @@ class Selection(NamedTuple):
                 yield from self._number_rule(known[option], text)
             else:
                 options = ", ".join(f"{name}=…" for name in (*words, *known)) or "none"
-                yield f"E40 {self},{option}={text} has no effect; remove it. The options of {self.name}: {options}"
+                yield f"E40 {self},{option}={text} has no effect. Remove it. The options of {self.name}: {options}."
         yield from self._missing(reads, words)
 
     def _number_rule(self, number: Number, text: str) -> Violations:
@@ -107,12 +107,12 @@ class Selection(NamedTuple):
             yield f"E24 {self} {error}"
             return
         if not (math.isfinite(value) and number.low <= value <= number.high):
-            yield f"E24 {self},{number.name}={text} must be {number.requirement}"
+            yield f"E24 {self},{number.name}={text} is out of range. It must be {number.requirement}."
 
     def _missing(self, reads: Reads, words: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
         for option, choices in words.items():
             if option not in self.given:
-                yield f"E41 {self} needs {option}=…, one of {', '.join(choices)}; there is no default"
+                yield f"E41 {self} needs {option}=…, which has no default. Choose one of {', '.join(choices)}."
         for number, default in reads.items():
             if number.flag is None and number.name not in self.given and default is None:
-                yield f"E41 {self} needs {number.name}=…; there is no default"
+                yield f"E41 {self} needs {number.name}=…, which has no default. Add it."

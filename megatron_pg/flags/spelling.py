@@ -87,11 +87,12 @@ def add_hints(parser: argparse.ArgumentParser, flags: Collection[str]) -> None:
 
 def _hint(message: str, flags: Collection[str]) -> str:
     if wrong := re.match(r"argument --loss-aggregation: invalid choice: '([^']*)'", message):
-        return did_you_mean(wrong[1], AGGREGATIONS, elsewhere())
+        hint = did_you_mean(wrong[1], AGGREGATIONS, elsewhere())
+        return f".{hint}" if hint else ""
     unknown = message.removeprefix("unrecognized arguments: ")
     words = unknown.split() if unknown != message else []
     meant = {word.partition("=")[0]: meant_flags(word, flags) for word in words}
-    return "".join(f"; for {word}, did you mean {' or '.join(names)}?" for word, names in meant.items() if names)
+    return "".join(f". For {word}, did you mean {' or '.join(names)}?" for word, names in meant.items() if names)
 
 
 # --- flags of earlier releases ---
@@ -141,4 +142,4 @@ def add_moved_arguments(parser: argparse.ArgumentParser) -> None:
 class _Moved(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
         value = "…" if values is None else values
-        parser.error(f"{self.option_strings[0]} is not a flag since 0.3.0. Write {replacement(self.dest, value)}")
+        parser.error(f"{self.option_strings[0]} is not a flag since 0.3.0. Write {replacement(self.dest, value)}.")

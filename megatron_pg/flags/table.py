@@ -213,4 +213,4 @@ def switch_rules(args: argparse.Namespace, *flags: str, rule: str = "E25") -> Vi
     for flag in flags:
         value = vars(args)[attribute_of(flag)]
         if not isinstance(value, bool):
-            yield f"{rule} {flag} must be true or false, got {value!r}"
+            yield f"{rule} {flag} is {value!r}. It must be true or false."

@@ -22,7 +22,7 @@ def term_violations(facts: Facts) -> Violations:
     if texts is None:
         return
     if not isinstance(texts, (list, tuple)) or not texts:
-        yield f"E71 --pg-term must be a list of texts, one for each loss term, got {texts!r}"
+        yield f"E71 --pg-term is {texts!r}. It must be a list of texts, one for each loss term."
         return
     for text, error in facts.wrong_terms:
         yield f"E71 --pg-term {text} {error}"
@@ -39,23 +39,23 @@ def _hidden_rules(facts: Facts, terms: Sequence[LossTerm]) -> Violations:
     for term in readers:
         if term.head is None:
             yield (
-                f"E73 {term.flag} computes the teacher's logits from its hidden states; add the option head=PATH, the "
-                "teacher's output layer"
+                f"E73 {term.flag} computes the teacher's logits from its hidden states. Add the option head=PATH, the "
+                "teacher's output layer."
             )
         if not facts.fuses_head:
             yield (
-                f"E73 {term.flag} needs the fused head, which computes the logits of teacher and model in chunks; add "
-                "--pg-fused-head forward, or recompute"
+                f"E73 {term.flag} needs the fused head, which computes the logits of teacher and model in chunks. Add "
+                "--pg-fused-head forward or recompute."
             )
         if len({(each.kind, each.mixture, each.head, each.softcap) for each in (term, readers[0])}) > 1:
             yield (
                 f"E73 {term.flag} and {readers[0].flag} differ in divergence or teacher, and one forward pass computes "
-                "one of them; give both the same kind, beta, head and softcap"
+                "one of them. Give both the same kind, beta, head and softcap."
             )
         for other in (term for term in terms if term.reads_topk and term.weight):
             yield (
                 f"E73 {term.flag} reads the teacher's whole vocabulary and {other.flag} its top-k tokens, and one "
-                "forward pass can read only one of them; remove one"
+                "forward pass can read only one of them. Remove one of the two."
             )
 
 
@@ -63,12 +63,15 @@ def _contradictions(terms: list[LossTerm]) -> Violations:
     names, with_tokens = [term.name for term in terms], {POLICY} | {term.name for term in terms if term.on is None}
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
-            yield f"E72 --pg-term {name} is given {names.count(name)} times; give each loss term its own name"
+            yield f"E72 --pg-term {name} is given {names.count(name)} times. Give each loss term its own name."
     for term in terms:
         if term.on in names and term.on not in with_tokens:
-            yield f"E72 {term.flag} has on={term.on}, which uses the tokens of another loss term; name that loss term"
+            yield f"E72 {term.flag} has on={term.on}, which uses the tokens of another loss term. Name that loss term."
         elif term.on is not None and term.on not in with_tokens:
-            yield f"E72 {term.flag} has on={term.on}, not a loss term; choose one of {', '.join(sorted(with_tokens))}"
+            yield (
+                f"E72 {term.flag} has on={term.on}, which is not a loss term. Choose "
+                f"{' or '.join(sorted(with_tokens))}."
+            )
 
 
 def _together(facts: Facts, terms: list[LossTerm]) -> Violations:
@@ -78,26 +81,26 @@ def _together(facts: Facts, terms: list[LossTerm]) -> Violations:
         if term.reads_topk and temperature != facts.args.pg_temperature:
             yield (
                 f"E73 {term.flag} has a teacher at temperature {temperature:g}, and --pg-temperature is "
-                f"{facts.args.pg_temperature}: top-k log-probabilities cannot be converted between temperatures; "
-                "record the teacher at this temperature and pass temperature=…"
+                f"{facts.args.pg_temperature}. Top-k log-probabilities cannot be converted between temperatures. "
+                "Record the teacher at this temperature and pass temperature=…."
             )
     if facts.has_objective:
         return
     for term in terms:
         if term.aggregation == AS_POLICY:
             uses = f"{term.flag},aggregation={AS_POLICY} uses the weights of the objective"
-            yield f"E73 {uses}, which {_DROPPED} drops; name an aggregation"
+            yield f"E73 {uses}, which {_DROPPED} drops. Name an aggregation."
     if not any(term.weight for term in terms):
-        yield f"E73 {_DROPPED} leaves no loss; add another loss term, or remove it"
+        yield f"E73 {_DROPPED} leaves no loss. Add another loss term, or remove it."
     for name in _OF_OBJECTIVE:
         value = facts.selected_correction.name if name == "pg_correction" else vars(facts.args)[name]
         if value != DEFAULTS[name]:
             unread = f"{flag_of(name)} {value} has no effect without the objective"
-            yield f"E73 {unread}, which {_DROPPED} drops; remove one of the two"
+            yield f"E73 {unread}, which {_DROPPED} drops. Remove one of the two."
     if facts.args.pg_kl_coef or facts.has_entropy_term:
         yield (
             "E73 --pg-kl-coef, --pg-entropy-coef and --pg-entropy-target are about terms of the objective, which "
-            f"{_DROPPED} drops; write --pg-term NAME:kl,on={POLICY} or NAME:entropy,on={POLICY}"
+            f"{_DROPPED} drops. Write --pg-term NAME:kl,on={POLICY} or NAME:entropy,on={POLICY}."
         )
 
 
@@ -107,8 +110,8 @@ def sampling_mask_violations(facts: Facts) -> Violations:
     yield from word_rules(args, "--pg-sampling-mask-missing", "--pg-sampling-mask-entropy")
     if args.pg_sampling_mask_entropy == "kept" and not _reads_entropy(facts):
         yield (
-            "E40 --pg-sampling-mask-entropy kept has no effect without an entropy: --pg-entropy-coef, a --pg-term of "
-            "the kind entropy or --pg-metrics with_entropy; remove it or give one"
+            "E40 --pg-sampling-mask-entropy kept has no effect without an entropy. Remove it, or give "
+            "--pg-entropy-coef, a --pg-term of the kind entropy or --pg-metrics with_entropy."
         )
 
 

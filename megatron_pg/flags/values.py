@@ -11,9 +11,9 @@ from megatron_pg.flags.errors import Violations
 def number(flag: str, value: object, low: float, high: float, requirement: str) -> Violations:
     """Rule E24: a finite number from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        yield f"E24 {flag} must be a number, got {value!r}"
+        yield f"E24 {flag} is {value!r}. It must be a number."
     elif not (is_finite(value) and low <= value <= high):
-        yield f"E24 {flag} must be {requirement}, got {value}"
+        yield f"E24 {flag} is {value}. It must be {requirement}."
 
 
 def choice(

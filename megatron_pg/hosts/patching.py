@@ -42,13 +42,13 @@ def check_signatures(version: str, signatures: Iterable[str]) -> str:
                 break
             except (ImportError, AttributeError) as error:
                 names, cause = [], error
-        use = f"as in {version}; use that version"
+        use = f"as in {version}. Use that version"
         if cause is not None:
             found, use = f"does not exist ({cause}), and the loss needs it", f"{use} and put its checkout on PYTHONPATH"
         else:
             found = f"takes ({', '.join(names)}), not ({parameters})"
         if names[: len(expected)] != expected:
-            refuse(f"{path} {found} {use}, or use a megatron_pg that supports yours", cause=cause)
+            refuse(f"{path} {found} {use}, or use a megatron_pg that supports yours.", cause=cause)
     return path
 
 

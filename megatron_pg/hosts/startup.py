@@ -27,12 +27,12 @@ _LOOP_ARGUMENTS = {
 }
 _PER_TOKEN = "calculate_per_token_loss"  # a host cancels Megatron's division for every aggregation
 _NO_EFFECT = {  # our arguments that a host cannot use: why
-    "pg_role": "has no effect here, where the host decides which of its models is a critic; remove it",
-    "pg_entropy_target": "has a state that the host does not save; remove it",
-    "docs_per_step": "sets the size of steps, which the host sets here; remove it",
-    "pg_logit_softcap": "caps logits in the loss alone, and not those of the host's old log-probabilities; use a model "
-    "that caps its logits",
-    "pg_dry_run": "ends Megatron's pretrain() before it builds the model, which the host builds; remove it",
+    "pg_role": "has no effect here, where the host decides which of its models is a critic. Remove it.",
+    "pg_entropy_target": "has a state that the host does not save. Remove it.",
+    "docs_per_step": "sets the size of steps, which the host sets here. Remove it.",
+    "pg_logit_softcap": "caps logits in the loss alone, and not those of the host's old log-probabilities. Use a model "
+    "that caps its logits.",
+    "pg_dry_run": "ends Megatron's pretrain() before it builds the model, which the host builds. Remove it.",
 }
 
 Rows = dict[str, str]  # of the banner: text by name
@@ -83,7 +83,7 @@ def cut_groups(given: Mapping[str, Any], size_name: str, size: int, group_name: 
     """A message if steps of `size` samples do not hold whole prompt groups, which prompt_mean needs."""
     if given.get("loss_aggregation") == "prompt_mean" and size % group:
         sizes = f"{size_name}{size} and {group_name}{group}"
-        yield f"prompt_mean with {sizes}: a step would hold part of a prompt's samples; use a multiple"
+        yield f"prompt_mean with {sizes} cuts the samples of a prompt into several steps. Use a multiple."
 
 
 def add_host_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -187,7 +187,7 @@ def _merged(
         if (line := replacement(name, given[name])) is not None:
             messages.append(f"{name} is not an argument since 0.3.0. Write {line}.")
         else:
-            messages.append(f"{name} is not an argument of megatron_pg{did_you_mean(name, known, {})}")
+            messages.append(f"{name} is not an argument of megatron_pg.{did_you_mean(name, known) or ' Remove it.'}")
     flat, ours = _flat(given), {name: given.get(name, usual) for name, usual in known.items()}
     for flag in inherited:
         own, argument = flat.get(flag.ours), flag.ours.partition(".")[0]
@@ -195,7 +195,7 @@ def _merged(
             continue
         if own not in (None, flag.value):
             theirs, mine = f"{flag.host_flag} of {host}, {flag.value},", f"{flag_of(argument)} {ours[argument]}"
-            messages.append(f"{theirs} and {mine} contradict each other; remove one")
+            messages.append(f"{theirs} and {mine} contradict each other. Remove one of the two.")
         flat[flag.ours] = flag.value
         options = {name.partition(".")[2]: value for name, value in flat.items() if name.startswith(f"{argument}.")}
         name = flat.get(argument, known[argument])
@@ -232,7 +232,7 @@ def _not_carried(host: str, reads: Iterable[tuple[str, str]], carried: Collectio
     """Messages about flags that read a field of samples which the host's batches do not contain."""
     for flag, field in reads:
         if field not in carried:
-            yield f"{flag} reads {field}, which the batches of {host} do not contain; remove it"
+            yield f"{flag} reads {field}, which the batches of {host} do not contain. Remove it."
 
 
 def _reads(args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -254,7 +254,7 @@ def _of_terms(host: str, args: argparse.Namespace, carried: Collection[str], nam
     for term in further:
         if term.on is None and not names_terms:
             yield (
-                f"{term.flag}: the batches of {host} name no loss terms, so it has no tokens; take those of the "
-                f"objective with on={POLICY}"
+                f"{term.flag} has no tokens, because the batches of {host} name no loss terms. Take those of the "
+                f"objective with on={POLICY}."
             )
     yield from _not_carried(host, ((term.flag, field) for term in further for field in term.reads), carried)

@@ -254,7 +254,7 @@ def _check_rule(heads: Sequence[Head], rule: PlanRule, group: ProcessGroup | Non
     if len({head.agreed for head in heads}) == 1:
         return
     rules = [json.loads(text) for text in gathered_texts(json.dumps(rule.agreed), group)]
-    raise StepPlanError(f"data-parallel {disagreement(rules)}. Give all the same.")
+    raise StepPlanError(f"data-parallel {disagreement(rules)}")
 
 
 def _check_agreement(heads: Sequence[Head]) -> None:

@@ -208,7 +208,9 @@ def table_of(
         missing = [i for i in range(size) if prompt_ids is None or (i < len(prompt_ids) and prompt_ids[i] is None)]
         if missing:
             reader = "--pg-denominator varied" if rule.denominator == "varied" else "prompt_mean"
-            raise ValueError(f"{reader} needs a prompt_id for every sample; sample {missing[0]} has none. Give one.")
+            raise ValueError(
+                f"{reader} needs a prompt_id for every sample, and sample {missing[0]} has none. Give one."
+            )
     own = torch.arange(size) + (rank_of(group) << 32) if own is None else own  # without ids each sample is a rollout
     rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
     prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)
@@ -385,7 +387,7 @@ def _check_aggregation(aggregation: str, divisor: float | None) -> None:
             "instance 4096."
         )
     if not takes_divisor and divisor is not None:
-        raise ValueError(f"divisor={divisor} has no effect with {aggregation}; remove it or choose constant.")
+        raise ValueError(f"divisor={divisor} has no effect with {aggregation}. Remove it, or choose constant.")
 
 
 def needs_prompt_ids(aggregation: str) -> bool:

@@ -240,8 +240,8 @@ class _Run:
         if args.pg_entropy_target is not None and _LOSS_STATE in checkpoint_args:
             self.step.load_state_dict(json.loads(vars(checkpoint_args)[_LOSS_STATE]))
         if (changed := checkpoint_changes(checkpoint_args, args)) and torch.distributed.get_rank() == 0:
-            message = f"[W13] the checkpoint was trained with another loss: {'; '.join(changed)}"
-            warnings.warn(message, ArgumentWarning, stacklevel=2)
+            what = f"the checkpoint was trained with another loss: {'; '.join(changed)}"
+            warnings.warn(f"[W13] {what}. Make sure that this is intended.", ArgumentWarning, stacklevel=2)
         return check_args(checkpoint_args, *rest, **keywords)
 
     def forward_backward(self, getter: Callable, *positional: object, **keywords: object) -> Callable:

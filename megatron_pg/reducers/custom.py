@@ -108,10 +108,10 @@ def _probe(reducer: CustomReducer, per_token: bool) -> str | None:
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         return f"fails on a tiny step of whole samples: {type(error).__name__}: {error}"
     if not whole.any():
-        return "has no gradient with respect to the per-token loss, so nothing would be trained"
+        return "has no gradient with respect to the per-token loss, so it trains nothing. Compute with that loss."
     if not torch.allclose(whole, cut, rtol=1e-6, atol=0):
         return (
-            f"gives {whole.sum():.6g} in one micro-batch and {cut.sum():.6g} for the same data in three "
-            "micro-batches; divide by per-sample counts of the full sequence only"
+            f"gives {whole.sum():.6g} in one micro-batch and {cut.sum():.6g} for the same data in three micro-batches. "
+            "Divide by per-sample counts of the full sequence only."
         )
     return None

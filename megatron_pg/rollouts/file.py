@@ -153,11 +153,11 @@ def sample_of(record: dict, sample_id: str) -> Sample:
         )
     extra = {name: value for name, value in record.items() if name not in FIELDS}
     if unknown := [name for name in extra if not name.startswith("x_")]:
-        hint = f"did you mean {OLD_NAMES[unknown[0]]}?" if unknown[0] in OLD_NAMES else "is it misspelt?"
-        raise ValueError(f"unknown field {shorten(unknown[0])}; {hint} Your own fields begin with x_.")
+        hint = f"Did you mean {OLD_NAMES[unknown[0]]}?" if unknown[0] in OLD_NAMES else "Is it misspelt?"
+        raise ValueError(f"unknown field {shorten(unknown[0])}. {hint} Your own fields begin with x_.")
     for name, field in FIELDS.items():
         if name in record and not field.accepts(record[name]):
-            raise ValueError(f"{name}={shorten(record[name])} has the wrong type or range; see docs/rollout_file.md.")
+            raise ValueError(f"{name}={shorten(record[name])} has the wrong type or range. See docs/rollout_file.md.")
     given = {name: record[name] for name in FIELDS if name in record}
     return Sample.build(**given, sample_id=sample_id, extra=extra)
 

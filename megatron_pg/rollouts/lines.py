@@ -122,7 +122,9 @@ def check_header(record: dict, shown: str) -> int:
             f'first line must be {{"format": "{FORMAT}", "version": {VERSIONS[0]}}} (or {later}).'
         )
     if unknown := [name for name in record if name not in ("format", "version") and not name.startswith("x_")]:
-        raise RolloutFileError(f"{shown}:1: unknown header field {shorten(unknown[0])}; your own fields begin with x_")
+        raise RolloutFileError(
+            f"{shown}:1: unknown header field {shorten(unknown[0])}. Remove it. Your own fields begin with x_."
+        )
     return record["version"]
 
 

@@ -324,7 +324,9 @@ def _mask(name: str, values: Any, length: int, label: str) -> Tensor:
         raise ValueError(_length_message(name, len(mask), length, label))
     if not (is_binary := (mask == 0) | (mask == 1)).all():
         bad = float(mask[~is_binary][0])
-        raise ValueError(f"{name} of sample {label} must be 0 or 1, got {bad:g}; put weights into token_weights")
+        raise ValueError(
+            f"{name} of sample {label} contains {bad:g}, and it must be 0 or 1. Put weights into token_weights."
+        )
     return mask.bool()
 
 

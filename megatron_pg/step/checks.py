@@ -30,12 +30,12 @@ def check_model(chunks: list[Any], settings: LossSettings, *, forward_only: bool
     config = chunks[0].config
     if config.calculate_per_token_loss != settings.per_token:
         raise ScheduleError(
-            f"the model was built with calculate_per_token_loss={config.calculate_per_token_loss}, the arguments say "
-            f"{settings.per_token}; call validate_args before the model config is made"
+            f"calculate_per_token_loss of the model is {config.calculate_per_token_loss}, and that of the arguments is "
+            f"{settings.per_token}. Call validate_args before the model config is made."
         )
     if config.finalize_model_grads_func is None and not forward_only:
         raise ScheduleError(
-            "config.finalize_model_grads_func is None; set it to megatron.core.distributed.finalize_model_grads"
+            "config.finalize_model_grads_func is None. Set it to megatron.core.distributed.finalize_model_grads."
         )
     _check_prediction(chunks[-1], settings)
     if not forward_only:
@@ -43,18 +43,18 @@ def check_model(chunks: list[Any], settings: LossSettings, *, forward_only: bool
     if getattr(config, "overlap_moe_expert_parallel_comm", False) and not _has(chunks[0], "build_schedule_plan"):
         raise ScheduleError(
             "--overlap-moe-expert-parallel-comm runs a model by its build_schedule_plan, which the model provider's "
-            "model does not have; return a GPTModel, or remove the flag"
+            "model does not have. Return a GPTModel, or remove the flag."
         )
     vocabulary, columns = settings.vocab_size, get_attr_wrapped_model(chunks[0], "vocab_size")
     if vocabulary is not None and vocabulary > columns:
         raise ScheduleError(
-            f"--pg-vocab-size {vocabulary} is more than the {columns} columns of the model's logits; give the rollout "
-            "engine's"
+            f"--pg-vocab-size {vocabulary} is more than the {columns} columns of the model's logits. Give the rollout "
+            "engine's."
         )
     is_last_stage = any(get_attr_wrapped_model(chunk, "post_process") for chunk in chunks)
     if is_last_stage and not is_attached:
         raise ScheduleError(
-            "the model has no policy-gradient loss; call PolicyGradientStep.attach before it is wrapped"
+            "the model has no policy-gradient loss. Call PolicyGradientStep.attach before it is wrapped."
         )
 
 
@@ -63,28 +63,28 @@ def _check_prediction(model: Any, settings: LossSettings) -> None:
     depths, config = getattr(model.config, "mtp_num_layers", None) or 0, model.config
     if depths != settings.mtp_depths:
         raise ScheduleError(
-            f"the model has mtp_num_layers={depths}, the arguments say {settings.mtp_depths}, so predictions have no "
-            "weight; call validate_args after mtp_num_layers is final"
+            f"mtp_num_layers of the model is {depths}, and that of the arguments is {settings.mtp_depths}, so "
+            "predictions have no weight. Call validate_args after mtp_num_layers is final."
         )
     if not depths:
         return
     if getattr(config, "mtp_grad_scale_func", None) is not None:
         raise ScheduleError(
             "config.mtp_grad_scale_func is set and has no effect, because the loss of multi-token prediction is part "
-            "of the policy loss here; set mtp_loss_scaling_factor"
+            "of the policy loss here. Set mtp_loss_scaling_factor."
         )
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     if stages > 1 and get_attr_wrapped_model(model, "position_embedding_type") == "learned_absolute":
         raise ScheduleError(
             "multi-token prediction with learned positions and pipeline parallelism has a second copy of the position "
-            "embedding, and Megatron does not add its gradient to the first; use rope or one pipeline stage"
+            "embedding, and Megatron does not add its gradient to the first. Use rope, or one pipeline stage."
         )
     has_copy = stages > 1 and _has(model, "mtp_process") and not get_attr_wrapped_model(model, "pre_process")
     if has_copy and parallel_state.get_embedding_group(check_initialized=False) is None:
         raise ScheduleError(
             "multi-token prediction has a copy of the word embedding on a pipeline stage outside Megatron's embedding "
-            "group, so its gradient would be lost; give pretrain or initialize_model_parallel a get_embedding_ranks "
-            "with that stage, or move m to the last stage of --pipeline-model-parallel-layout"
+            "group, so its gradient is lost. Give pretrain or initialize_model_parallel a get_embedding_ranks with "
+            "that stage, or move m to the last stage of --pipeline-model-parallel-layout."
         )
 
 
@@ -103,18 +103,18 @@ def _check_wrapper(model: Any, settings: LossSettings) -> None:
     if always_averages(model):
         if settings.per_token and getattr(model.config, "num_moe_experts", None):
             raise ScheduleError(
-                "torch FSDP2 averages gradients regardless of calculate_per_token_loss; use Megatron-FSDP, or an "
-                "aggregation other than token_mean"
+                "torch FSDP2 averages gradients regardless of calculate_per_token_loss. Use Megatron-FSDP, or an "
+                "aggregation other than token_mean."
             )
         if settings.head_mode:
             raise ScheduleError(
-                "torch FSDP2 frees the output layer's weight after its forward, and the fused head reads it later; use "
-                "float32_logits or Megatron-FSDP"
+                "torch FSDP2 frees the output layer's weight after its forward, and the fused head reads it later. Use "
+                "float32_logits, or Megatron-FSDP."
             )
     elif _is_megatron_fsdp(model) and settings.head_mode and core_version() < FUSES_UNDER_FSDP:
         raise ScheduleError(
             "Megatron-FSDP before megatron-core 0.19.2 loses gradients if the output layer returns no gradient itself, "
-            "as under the fused head; use float32_logits or 0.19.2"
+            "as under the fused head. Use float32_logits, or 0.19.2."
         )
 
 
@@ -130,8 +130,8 @@ def source_of(data_iterator: Any) -> Iterator:
     source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
     if source is None:
         raise ScheduleError(
-            "this rank has no data iterator, and every rank needs one: set is_distributed = True on the dataset "
-            "provider"
+            "this rank has no data iterator, and every rank needs one. Set is_distributed = True on the dataset "
+            "provider."
         )
     return source
 
@@ -143,12 +143,12 @@ def take_microbatches(source: Iterator, num_microbatches: int) -> list[PackedBat
         batch = next(source, None)
         if batch is None:
             raise ScheduleError(
-                f"the data ended after {len(batches)} of the {num_microbatches} micro-batches of this step; lower "
-                "--train-iters, or fill up with empty micro-batches"
+                f"the data ended after {len(batches)} of the {num_microbatches} micro-batches of this step. Lower "
+                "--train-iters, or fill up with empty micro-batches."
             )
         if not isinstance(batch, PackedBatch):
             raise ScheduleError(
-                f"the data iterator gave a {type(batch).__name__}, not a PackedBatch; use megatron_pg.pack"
+                f"the data iterator gave a {type(batch).__name__}, not a PackedBatch. Use megatron_pg.pack."
             )
         batches.append(batch)
     return batches
@@ -175,12 +175,12 @@ def check_batches(batches: Sequence[PackedBatch], call: ScheduleCall, vocab_size
         if int(batch.position_ids.max()) >= positions:
             raise ScheduleError(
                 f"micro-batch {k} contains a sample of {int(batch.position_ids.max()) + 1} positions, and the model "
-                f"has {positions}; raise --max-position-embeddings or drop the sample"
+                f"has {positions}. Raise --max-position-embeddings, or drop the sample."
             )
         if static and tuple(batch.tokens.shape) != shape:
             raise ScheduleError(
                 f"micro-batch {k} has shape {tuple(batch.tokens.shape)}, and pipeline stages exchange {shape} "
-                "(--micro-batch-size, --seq-length); pack with max_seq_len and rows of that size"
+                "(--micro-batch-size, --seq-length). Pack with max_seq_len and rows of that size."
             )
 
 
@@ -235,7 +235,7 @@ def _check_recompute(batches: Sequence[PackedBatch], config: Any) -> None:
     if recomputes and is_packed and core_version() < (0, 18):
         raise ScheduleError(
             "multi-token prediction under --recompute-granularity full raises a TypeError for packed rows inside "
-            'megatron-core before 0.18; pack with qkv_format="bshd", recompute selectively, or use 0.19.2'
+            'megatron-core before 0.18. Pack with qkv_format="bshd", recompute selectively, or use 0.19.2.'
         )
 
 
@@ -249,8 +249,8 @@ def check_packing(batches: Sequence[PackedBatch], chunks: list[Any]) -> None:
         pattern = next((m.hybrid_layer_pattern for m in modules if hasattr(m, "hybrid_layer_pattern")), None)
         shown = f" (--hybrid-layer-pattern {pattern})" if pattern else ""
         raise ScheduleError(
-            f"the rows are packed (thd) and the model has {' and '.join(with_state)} layers{shown}, whose state must "
-            "be reset between samples; this was never verified on a GPU, so give padded rows (qkv_format bshd)"
+            f"the rows are packed (thd), and the model has {' and '.join(with_state)} layers{shown}, whose state must "
+            "be reset between samples. This was never verified on a GPU. Give padded rows (qkv_format bshd)."
         )
 
 
@@ -261,7 +261,7 @@ def check_cuts(batches: Sequence[PackedBatch], groups: ContextGroups | None) -> 
     elif given := [k for k, batch in enumerate(batches) if batch.cp_ranks is not None]:
         raise ScheduleError(
             f"micro-batch {given[0]} has cp_ranks={batches[given[0]].cp_ranks}, and the step uses Megatron's "
-            "context-parallel group; give dynamic_cp=True to PolicyGradientStep or pretrain, or pack with cp_size"
+            "context-parallel group. Give dynamic_cp=True to PolicyGradientStep or pretrain, or pack with cp_size."
         )
 
 
@@ -285,7 +285,8 @@ def check_dynamic_cp(chunks: list[Any], settings: LossSettings, *, takes_documen
     }
     if names := [name for name, is_on in refused.items() if is_on]:
         raise ScheduleError(
-            f"dynamic_cp splits every micro-batch over its own ranks and cannot be combined with {names[0]}; remove one"
+            f"dynamic_cp splits every micro-batch over its own ranks and cannot be combined with {names[0]}. Remove "
+            "one of the two."
         )
 
 
@@ -308,7 +309,7 @@ def check_open(chunks: list[Any], *, takes_documents: bool, dynamic_cp: bool) ->
     if names := [name for name, is_on in refused.items() if is_on]:
         raise ScheduleError(
             "an open step runs data-parallel ranks independently until it closes, so it cannot be combined with "
-            f"{names[0]}; use forward_backward, or change the model"
+            f"{names[0]}. Use forward_backward, or change the model."
         )
 
 

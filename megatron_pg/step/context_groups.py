@@ -45,8 +45,8 @@ class ContextGroups:
             if batch.cp_ranks not in self._groups:
                 raise ScheduleError(
                     f"micro-batch {k} has cp_ranks={batch.cp_ranks} under dynamic_cp, which is not a run of "
-                    f"{self.plane.size()} data- and context-parallel ranks with rank {self.plane.rank()}; pack with "
-                    "the rank's own, as cut_over_ranks does"
+                    f"{self.plane.size()} data- and context-parallel ranks with rank {self.plane.rank()}. Pack with "
+                    "the rank's own, as cut_over_ranks does."
                 )
 
     def of(self, batch: PackedBatch) -> ProcessGroup:

@@ -61,7 +61,7 @@ def check_rows(batches: Sequence[PackedBatch], config: Any) -> None:
         raise ScheduleError(
             f"micro-batches of {rows[0]} and of {rows[-1]} rows in one step: this megatron-core (before 0.19) divides "
             "seq_aux_loss by the rows once too often, which one coefficient cannot undo for both. Pack all with the "
-            "same number of rows, or into packed rows (thd); or use aux_loss, or megatron-core 0.19"
+            "same number of rows, or into packed rows (thd). You can also use aux_loss, or megatron-core 0.19."
         )
 
 
@@ -101,27 +101,28 @@ def check_experts(batches: Sequence[PackedBatch], config: Any, replay: RoutingRe
         if given := [sample for sample in samples if sample.routed_experts is not None]:
             raise ScheduleError(
                 f"sample {given[0].sample_id} has routed_experts, and without routing_replay the router chooses "
-                "experts itself; give routing_replay (docs/parallelism.md), or remove the field"
+                "experts itself. Give routing_replay (docs/parallelism.md), or remove the field."
             )
         return
     overlaps = getattr(config, "overlap_moe_expert_parallel_comm", False)
     if not config.num_moe_experts or overlaps:
         raise ScheduleError(
-            f"routing_replay needs a model with experts whose forwards run one at a time: num_moe_experts is "
-            f"{config.num_moe_experts}, overlap_moe_expert_parallel_comm {overlaps}; change it, or remove the replay"
+            "routing_replay needs a model with experts whose forwards run one at a time, but num_moe_experts is "
+            f"{config.num_moe_experts} and overlap_moe_expert_parallel_comm {overlaps}. Change it, or remove the "
+            "replay."
         )
     for sample in samples:
         if sample.routed_experts is None:
             raise ScheduleError(
-                f"sample {sample.sample_id} has no routed_experts, which routing_replay needs of every sample; let the "
-                "rollout engine return them"
+                f"sample {sample.sample_id} has no routed_experts, which routing_replay needs of every sample. Let the "
+                "rollout engine return them."
             )
         shape, most = tuple(sample.routed_experts.shape[1:]), int(sample.routed_experts.max())
         if shape != (config.num_layers, config.moe_router_topk) or most >= config.num_moe_experts:
             raise ScheduleError(
                 f"routed_experts of sample {sample.sample_id} are of {shape[0]} layers with {shape[1]} experts up to "
                 f"number {most}, and the model has {config.num_layers} layers with {config.moe_router_topk} of "
-                f"{config.num_moe_experts} experts; sample with the model that is trained"
+                f"{config.num_moe_experts} experts. Sample with the model that is trained."
             )
 
 

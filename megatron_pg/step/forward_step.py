@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, PackedBatch
 from megatron_pg.declarations.choices import ROLES
-from megatron_pg.flags.errors import ArgumentError, numbered
+from megatron_pg.flags.errors import ArgumentError
 from megatron_pg.plan.documents import DocumentAccumulator, EndOfDocuments, StepDocuments
 from megatron_pg.plan.errors import ScheduleError
 from megatron_pg.plan.plan import StepPlan, check_count
@@ -110,7 +110,7 @@ class PolicyGradientStep:
         if not isinstance(local, LocalBatch):
             raise ScheduleError(
                 f"the data iterator gave a {type(local).__name__} that was not planned, so its denominators are "
-                "unknown; run the schedule through PolicyGradientStep.forward_backward (megatron_pg.pretrain does)"
+                "unknown. Run the schedule through PolicyGradientStep.forward_backward (megatron_pg.pretrain does)."
             )
         inputs = (local.inputs.tokens, local.inputs.position_ids, None)
         rest: dict[str, Any] = {"labels": local.inputs.labels, "loss_mask": local.inputs.loss_mask}
@@ -135,13 +135,13 @@ class PolicyGradientStep:
     def _loss_func(self, local: LocalBatch, total: Tensor) -> tuple:
         if local not in self._loss.diagnostics:
             raise ScheduleError(
-                f"the model returned a {type(total).__name__} without the policy-gradient loss; call "
-                "PolicyGradientStep.attach on the GPTModel or HybridModel before it is wrapped"
+                f"the model returned a {type(total).__name__} without the policy-gradient loss. Call "
+                "PolicyGradientStep.attach on the GPTModel or HybridModel before it is wrapped."
             )
         if torch.is_grad_enabled() and not total.requires_grad:
             raise ScheduleError(
-                "loss does not require grad, so Megatron skips this rank's backward and the other ranks wait; unfreeze "
-                "a parameter of the model"
+                "loss does not require grad, so Megatron skips this rank's backward and the other ranks wait. Unfreeze "
+                "a parameter of the model."
             )
         self._returned += self._scaling.local_count(local.num_positions)
         return self._scaling.outputs(
@@ -169,8 +169,10 @@ class PolicyGradientStep:
         if own := self.settings.terms.adaptive_entropy:
             own = replace(own, coefficient=state["entropy_coef"], entropy=state["entropy"])
             if not 0 <= own.coefficient <= own.max:
-                text = f"E42 the checkpoint's coefficient is {own.coefficient:g}, above max={own.max:g} of"
-                raise ArgumentError(numbered([f"{text} --pg-entropy-target; raise max"]))
+                text = (
+                    f"the checkpoint's coefficient is {own.coefficient:g}, above max={own.max:g} of --pg-entropy-target"
+                )
+                raise ArgumentError([("E42", f"{text}. Raise max.")])
             self.settings = self._before = self.settings.with_entropy(own)
 
     def _finish(self, report: StepReport) -> None:
@@ -204,8 +206,8 @@ class PolicyGradientStep:
         self._check_not_open(is_training=not arguments.get("forward_only"))
         if arguments.get("collect_non_loss_data"):  # on this rank alone, so before any collective
             raise ScheduleError(
-                "collect_non_loss_data asks for outputs instead of losses, on the last rank only; run such a forward "
-                "without PolicyGradientStep"
+                "collect_non_loss_data asks for outputs instead of losses, on the last rank only. Run such a forward "
+                "without PolicyGradientStep."
             )
         place = f"in an evaluation {self.progress}"
         if not arguments.get("forward_only"):
@@ -398,7 +400,7 @@ class PolicyGradientStep:
         if gathered.returned != self._scaling.count:
             raise ScheduleError(
                 f"the step's loss function has counted {gathered.returned} of {self._scaling.count}, so another one "
-                "has scaled losses for Megatron; do not replace the loss function of forward_step"
+                "has scaled losses for Megatron. Do not replace the loss function of forward_step."
             )
         return gathered
 

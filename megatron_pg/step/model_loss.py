@@ -56,7 +56,7 @@ class ModelLoss:
         if not callable(getattr(model, "compute_language_model_loss", None)):
             raise ScheduleError(
                 f"the model provider gave a {type(model).__name__}, which has no compute_language_model_loss to "
-                "replace; return a megatron.core GPTModel or HybridModel, not yet wrapped"
+                "replace. Return a megatron.core GPTModel or HybridModel, not yet wrapped."
             )
         self.is_attached = True
         self._layer = getattr(model, "output_layer", self._layer)
@@ -128,8 +128,8 @@ class ModelLoss:
         local, depths = forward.local, forward.depths
         if (made := len(depths) + len(forward.waiting)) != len(local.depths):
             raise ScheduleError(
-                f"the model made {made} of {len(local.depths)} predictions of --mtp-num-layers before its own, "
-                "so the losses of the others are lost; use a release of megatron-core that docs/parallelism.md lists"
+                f"the model made {made} of {len(local.depths)} predictions of --mtp-num-layers before its own, so the "
+                "losses of the others are lost. Use a release of megatron-core that docs/parallelism.md lists."
             )
         call = deferred.take(logits) if deferred else None
         policy = _rows(logits) if call is None else call
@@ -152,8 +152,8 @@ class ModelLoss:
         known, done = forward.local.depths, forward.depths
         if len(done) + len(forward.waiting) == len(known):
             raise ScheduleError(
-                f"the model makes more predictions than the {len(known)} of --mtp-num-layers, so one has no weight; "
-                "call validate_args after mtp_num_layers is final"
+                f"the model makes more predictions than the {len(known)} of --mtp-num-layers, so one has no weight. "
+                "Call validate_args after mtp_num_layers is final."
             )
         if self._settings.mtp_target == "policy":
             call = deferred.take(logits) if deferred else None

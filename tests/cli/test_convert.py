@@ -144,7 +144,7 @@ BAD_SLIME = {
     "a length in words": ({"response_length": "3"}, "response_length is '3', not an integer"),
     "tokens in words": ({"tokens": "abc"}, "tokens='abc' has the wrong type"),
     "no tokens": ({"tokens": None}, "missing tokens. Give a dump with tokens."),
-    "a mask of weights": ({"loss_mask": [0.5, 1, 1]}, "must be 0 or 1, got 0.5"),
+    "a mask of weights": ({"loss_mask": [0.5, 1, 1]}, "contains 0.5, and it must be 0 or 1"),
     "a positive log-probability": ({"rollout_log_probs": [1.0, -1, -1]}, "Log-probabilities are at most 0"),
     "a log-probability that is not finite": ({"rollout_log_probs": [math.nan, -1, -1]}, "old_logprobs="),
     "siblings with different rewards": (

@@ -112,11 +112,13 @@ def test_given_flags_and_defaults_are_separate_rows(cli):
     assert rows["given"] == "--calculate-per-token-loss, --pg-clip-eps-high 0.28, --pg-kl-coef 0"
     assert rows["default"].startswith("--loss-aggregation token_mean, --pg-objective grpo, --pg-correction none, ")
     assert rows["flags"] == "--loss-aggregation token_mean --pg-clip-eps-high 0.28"
-    assert rows["note"].endswith("--loss-aggregation is token_mean, not sample_mean")
+    assert rows["note"].endswith("--calculate-per-token-loss makes --loss-aggregation token_mean, not sample_mean.")
 
 
 def test_evaluation_without_an_interval_is_said(cli):
-    assert "  note: [W11] --eval-iters without --eval-interval: " in cli.done("validate --eval-iters 0")
+    assert "  note: [W11] --eval-iters 0 without --eval-interval raises a TypeError " in cli.done(
+        "validate --eval-iters 0"
+    )
     assert "note" not in cli.done("validate --eval-iters 0 --eval-interval 9")
 
 
@@ -127,7 +129,7 @@ BAD_LAUNCHES = {
     "--args-file=--": "--args-file has no value",
     "--loss-agregation token_mean": "--loss-agregation is not a flag of megatron_pg. Did you mean --loss-aggregation?",
     "--pg-kl 0.1": r"--pg-kl is not a flag of megatron_pg. Did you mean --pg-kl-coef\?",
-    "--loss-aggregation dr_grpo": r"\[E3\] --loss-aggregation 'dr_grpo' is not one of .*; did you mean constant\?",
+    "--loss-aggregation dr_grpo": r"\[E3\] --loss-aggregation 'dr_grpo' is not one of .*\. Did you mean constant\?",
     "--pg-metrics all": "--pg-metrics 'all' is not one of none, basic, with_entropy\\.",
     "--loss-aggregation": "--loss-aggregation has no value, expected one argument",
     "--pg-temperature hot": "--pg-temperature 'hot' is not a number\\.",
@@ -217,7 +219,7 @@ def test_validate_as_json(cli):
     said = cli.json("validate --calculate-per-token-loss")
     assert said["valid"]
     assert said["arguments"]["loss_aggregation"] == "token_mean"
-    assert said["remarks"] == ["[R2] --calculate-per-token-loss: --loss-aggregation is token_mean, not sample_mean"]
+    assert said["remarks"] == ["[R2] --calculate-per-token-loss makes --loss-aggregation token_mean, not sample_mean."]
 
 
 @pytest.mark.parametrize(("pattern", "depths"), [("M*M*/MM/MM", 2), ("*-|*-", None)])

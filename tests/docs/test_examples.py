@@ -243,7 +243,7 @@ def refusals(folder, full):
 
 
 def test_the_example_refuses_sizes_that_do_not_divide_and_files_that_do_not_fit(refusals):
-    assert "has 3 tokens up to id 13; the model takes 4 tokens" in refusals
+    assert "has 3 tokens up to id 13, and the model takes 4 tokens" in refusals
     assert [message for _, message in WRONG if message not in refusals] == []
     assert "--use-rope-scaling has no effect on the model of --hybrid-layer-pattern" in refusals
     assert "4 --num-experts 4: ranks that share experts would not take part. Under --docs-per-step on 2" in refusals

@@ -155,9 +155,10 @@ def test_a_declared_objective_is_in_flags_checks_banner_and_help():
     assert "s = √(r·(1 + knee))" in banner(args)
     assert "s = r up to 1 + 0.5  (knee)" in banner(args)
     refused = {
-        "--pg-objective root_clip,knee=11": "--pg-objective root_clip,knee=11 must be between 0 and 10",
-        "--pg-objective grpo,knee=0.5": "--pg-objective grpo,knee=0.5 has no effect; remove it",
-        "--pg-objective root_clip,cap=2": "--pg-objective root_clip,cap=2 has no effect; remove it",
+        "--pg-objective root_clip,knee=11": "--pg-objective root_clip,knee=11 is out of range. It must be between 0 "
+        "and 10",
+        "--pg-objective grpo,knee=0.5": "--pg-objective grpo,knee=0.5 has no effect. Remove it.",
+        "--pg-objective root_clip,cap=2": "--pg-objective root_clip,cap=2 has no effect. Remove it.",
     }
     for words, message in refused.items():
         with pytest.raises(ArgumentError, match=re.escape(message)):
@@ -170,7 +171,7 @@ def test_a_declared_aggregation_is_in_flags_checks_and_banner():
     assert "(1/N_r) Σ_rollouts (Σ m·ℓ)/√M_rollout  (--loss-aggregation root_mean)" in banner(args)
     args.loss_aggregation = "sqrt_mean"  # from a YAML file
     del args.megatron_pg_validated
-    with pytest.raises(ArgumentError, match="did you mean root_mean"):
+    with pytest.raises(ArgumentError, match="Did you mean root_mean"):
         validate_args(args)
     with pytest.raises(ArgumentError, match="has no effect with --loss-aggregation root_mean"):
         validate_args(parse("--loss-aggregation", "root_mean", "--loss-aggregation-divisor", "4"))
@@ -187,7 +188,7 @@ def test_the_console_explains_and_validates_what_is_declared(capsys):
     assert found["elsewhere"] == "no flag of other frameworks"
     assert [row["answer"] for row in found["weights"]] == [2.0, 10.0]  # √M, in units of 1/N_r
     assert main(["validate", "--loss-aggregation", "sqrt_mean"]) == 2
-    assert "did you mean root_mean?" in capsys.readouterr().err
+    assert "Did you mean root_mean?" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("declared")

@@ -248,7 +248,7 @@ def test_the_rest_of_the_configuration_is_checked():
     config = master_config(Options(megatron_pg={"loss_aggregation": "prompt_mean"}), train_global_batch_size=6)
     config.grpo, config.data_plane = vars(config.grpo), {"enabled": True}  # in v0.7.0 a dict
     group, plane = nemo_flags.refused_of_policy(config)
-    assert "part of a prompt's samples" in group
+    assert "cuts the samples of a prompt into several steps" in group
     assert "data_plane.enabled" in plane
 
 

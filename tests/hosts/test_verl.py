@@ -101,7 +101,7 @@ def test_log_probability_passes_equal_the_oracles(on_ranks, full, evidence):
 @needs_verl
 def test_a_batch_that_cannot_be_trained_is_refused_on_every_rank(on_ranks):
     refused = on_ranks["refused"]
-    assert "prompt_mean with several mini-batches" in refused["several mini-batches"]
+    assert "prompt_mean does not allow several mini-batches" in refused["several mini-batches"]
     assert "rollout_correction.rollout_is and pg_correction tis both weigh" in refused["rollout correction"]
     assert "verl trains with sft_loss" in refused["another loss"]
     assert "non-finite loss at rank 0, sample p0/0" in refused["not finite"]
@@ -221,7 +221,7 @@ def test_without_sessions_every_row_is_a_rollout_and_a_masked_sample_counts():
 
 
 def test_padded_batches_are_refused():
-    with pytest.raises(ValueError, match=re.escape("use trainer.use_v1=True")):
+    with pytest.raises(ValueError, match=re.escape("Use trainer.use_v1=True")):
         samples_of(batch(response_mask=torch.ones(2, 2)))
 
 

@@ -355,7 +355,7 @@ def test_a_closed_step_cannot_count_what_the_forward_keeps():
 def test_denominators_of_the_model_are_a_valid_argument_of_loops_with_open_steps_alone():
     words = ["--pg-correction", "opsm,high=0.1", "--pg-denominator", "kept"]
     args = add_arguments(ArgumentParser()).parse_args(words)
-    with pytest.raises(ArgumentError, match=r"E43.*known only after the forward; use live, or open steps"):
+    with pytest.raises(ArgumentError, match=r"E43.*known only after the forward\. Use live, or open steps"):
         validate_args(args)
     args.open_steps = True
     assert LossSettings.from_args(validate_args(args)).counts_after_forward

@@ -209,7 +209,7 @@ def test_equal_arguments_start(faulty):
 
 def test_values_that_are_equal_and_refused_meet_their_own_rule(faulty):
     for error in processes.errors(faulty, "startup-nan", ranks=2):
-        assert "[E8] --loss-aggregation-divisor must be finite and > 0, got nan" in error["message"]
+        assert "[E8] --loss-aggregation-divisor is nan. It must be finite and > 0" in error["message"]
 
 
 def test_every_word_of_a_case_is_known():

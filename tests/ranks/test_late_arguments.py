@@ -5,7 +5,7 @@ import processes
 import pytest
 
 CASES = {
-    (0, 1): "--loss-aggregation constant needs --loss-aggregation-divisor",
+    (0, 1): "--loss-aggregation constant needs a divisor, which has no default. Give --loss-aggregation-divisor",
     (1,): "ranks disagree on loss_aggregation: rank 0 has 'sample_mean', rank 1 has 'constant'",
 }
 

@@ -51,9 +51,9 @@ def test_two_independent_errors_arrive_in_one_exception():
     assert caught.type is ArgumentError
     assert str(caught.value).splitlines() == [
         "megatron_pg found 2 problem(s) in the arguments:",
-        "  [E3] --loss-aggregation 'dr_grpo' is not one of sample_mean, prompt_mean, token_mean, constant, turn_mean; "
-        "did you mean constant?",
-        "  [E24] --pg-temperature must be finite and > 0 as a normal float32, got 0.0",
+        "  [E3] --loss-aggregation 'dr_grpo' is not one of sample_mean, prompt_mean, token_mean, constant, turn_mean. "
+        "Did you mean constant?",
+        "  [E24] --pg-temperature is 0.0. It must be finite and > 0 as a normal float32.",
     ]
 
 
@@ -67,12 +67,15 @@ def test_every_violation_arrives_at_once():
     assert sorted(rule for rule, _ in refused(args)) == sorted(expected.split())
 
 
+TOLD = " of megatron_pg: --yaml-cfg replaces the parsed namespace. Set what is missing in the YAML file."
+
+
 def test_a_yaml_file_that_replaced_the_namespace_is_told_what_to_set():
     args = argparse.Namespace(**MEGATRON_DEFAULTS)
     ((rule, message),) = refused(args)
-    missing = "megatron_pg arguments are missing (--yaml-cfg replaces the parsed namespace): set loss_aggregation"
+    missing = "the arguments lack loss_aggregation, "
     assert (rule, message[: len(missing)]) == ("E1", missing)
-    assert message.endswith(" in the YAML file")
+    assert message.endswith(TOLD)
     assert vars(args) == MEGATRON_DEFAULTS
 
 
@@ -80,20 +83,22 @@ def test_a_yaml_file_that_lacks_one_argument_is_told_which():
     args = arguments()
     del args.pg_temperature
     ((rule, message),) = refused(args)
-    assert (rule, message.partition(": ")[2]) == ("E1", "set pg_temperature in the YAML file")
+    assert (rule, message) == ("E1", f"the arguments lack pg_temperature{TOLD}")
 
 
 def test_token_mean_switches_the_flag_on_where_a_release_lacks_it():
     args = parse("--loss-aggregation", "token_mean")
-    assert said(args) == [(ArgumentNotice, "[R1] token_mean: --calculate-per-token-loss switched on")]
+    assert said(args) == [
+        (ArgumentNotice, "[R1] --loss-aggregation token_mean switches --calculate-per-token-loss on.")
+    ]
     assert args.calculate_per_token_loss is True
 
 
 @pytest.mark.parametrize(
     ("overrides", "notice"),
     [
-        (mode("token_mean"), "[R1] token_mean: --calculate-per-token-loss switched on"),
-        ({PER_TOKEN: True}, "[R2] --calculate-per-token-loss: --loss-aggregation is token_mean, not sample_mean"),
+        (mode("token_mean"), "[R1] --loss-aggregation token_mean switches --calculate-per-token-loss on."),
+        ({PER_TOKEN: True}, "[R2] --calculate-per-token-loss makes --loss-aggregation token_mean, not sample_mean."),
     ],
 )
 def test_a_flag_that_follows_from_another_is_set_with_a_notice(overrides, notice):
@@ -152,7 +157,7 @@ def test_a_value_that_changes_after_validation_is_refused(overrides, late, was, 
     assert said(args) == []
     vars(args).update(late)
     changed = dict(vars(args))
-    message = f"{was} when validated and is {now} now; call validate_args after the last merge"
+    message = f"{was} when validated and is {now} now. Call validate_args after the last merge."
     assert refused(args) == [("E22", message)]
     assert vars(args) == changed
 
@@ -174,15 +179,16 @@ def test_a_late_change_of_something_else_is_no_business_of_ours():
 
 
 FP16 = (
-    "[W4] --fp16: with --num-experts gradients are sums over all positions of the step until finalize; the loss scale "
-    "must absorb it"
+    "[W4] --fp16 with --num-experts leaves gradients as sums over all positions of the step until finalize. Make sure "
+    "that the loss scale absorbs them."
 )
 FLOAT32 = (
     "[W10] {} has no effect here: without --bf16 and --fp16, hidden states, weights, logits and their gradients are "
-    "float32"
+    "float32."
 )
 PRECEDENCE = (
-    "[W1] --custom-pg-loss-reducer-function-path takes precedence: --loss-aggregation {} does not shape pg_loss"
+    "[W1] --custom-pg-loss-reducer-function-path takes precedence, and --loss-aggregation {} does not shape pg_loss. "
+    "Remove one of the two."
 )
 # The first 12 digits of the sha256 of user_reducers.py in USER_FILES.
 REDUCED = "[W2] pg_loss = (1/{})·Σ reducer(ℓ), reducer user_reducers:turn_mean (user_reducers.py, sha256 450ccdd0cc80)"
@@ -220,7 +226,7 @@ def test_the_mode_that_precedence_speaks_of_is_the_one_given():
     # Given sample_mean, so no precedence to speak of, although the flag makes it token_mean.
     args = arguments(**path(REDUCER, calculate_per_token_loss=True))
     assert said(args) == [
-        (ArgumentNotice, "[R2] --calculate-per-token-loss: --loss-aggregation is token_mean, not sample_mean"),
+        (ArgumentNotice, "[R2] --calculate-per-token-loss makes --loss-aggregation token_mean, not sample_mean."),
         (ArgumentWarning, REDUCED.format("T")),
     ]
 
@@ -229,7 +235,7 @@ def test_the_mode_that_precedence_speaks_of_is_the_one_given():
 def test_the_unit_of_a_reducer_is_the_one_after_reconciliation():
     # The flag was off, token_mean switches it on, so the reducer's sum is divided by T.
     assert said(arguments(**path(REDUCER, **mode("token_mean")))) == [
-        (ArgumentNotice, "[R1] token_mean: --calculate-per-token-loss switched on"),
+        (ArgumentNotice, "[R1] --loss-aggregation token_mean switches --calculate-per-token-loss on."),
         (ArgumentWarning, PRECEDENCE.format("token_mean")),
         (ArgumentWarning, REDUCED.format("T")),
     ]
@@ -240,7 +246,9 @@ def test_ranks_that_differ_in_an_argument_that_a_rule_reads_are_told_which(name)
     """One of them would stop at the rule, and the others wait for it."""
     ranks = [rank_snapshot(arguments(**{name: value})) for value in ("alike", "alike", "other")]
     assert disagreement(ranks[:2]) is None
-    assert disagreement(ranks) == f"ranks disagree on {name}: rank 0 has 'alike', rank 2 has 'other'"
+    assert (
+        disagreement(ranks) == f"ranks disagree on {name}: rank 0 has 'alike', rank 2 has 'other'. Give all the same."
+    )
 
 
 @pytest.mark.parametrize(
@@ -315,14 +323,14 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
     ("words", "complaint"),
     [
         ("--loss-aggregation dapo", "argument --loss-aggregation: invalid choice: 'dapo'"),
-        ("--loss-aggregation dapo", "; did you mean token_mean (DAPO's code) or prompt_mean (DAPO's paper)?\n"),
+        ("--loss-aggregation dapo", ". Did you mean token_mean (DAPO's code) or prompt_mean (DAPO's paper)?\n"),
         ("--loss-aggregation-divisor long", "argument --loss-aggregation-divisor: invalid float value: 'long'"),
         ("--pg-metrics all", "argument --pg-metrics: invalid choice: 'all'"),
         ("--pg-kernel cuda", "argument --pg-kernel: invalid choice: 'cuda'"),
         ("--docs-per-step 2.5", "argument --docs-per-step: invalid int value: '2.5'"),
         ("--docs-per-step-policy about", "argument --docs-per-step-policy: invalid choice: 'about'"),
-        ("--loss-agg token_mean", "unrecognized arguments: --loss-agg token_mean; for --loss-agg, did you mean"),
-        ("--pg-kl=0.1 --lrr 1", "--lrr 1; for --pg-kl, did you mean --pg-kl-coef?\n"),
+        ("--loss-agg token_mean", "unrecognized arguments: --loss-agg token_mean. For --loss-agg, did you mean"),
+        ("--pg-kl=0.1 --lrr 1", "--lrr 1. For --pg-kl, did you mean --pg-kl-coef?\n"),
         ("--lrr 1", "unrecognized arguments: --lrr 1\n"),
     ],
 )
@@ -337,9 +345,12 @@ def test_the_parser_refuses_what_it_can(words, complaint, capsys):
     [
         (pg("gspo") | mode("token_mean", calculate_per_token_loss=True), "token_mean has other weights"),
         (pg("gmpo") | mode("token_mean", calculate_per_token_loss=True), "token_mean has other weights"),
-        (pg("gspo", clip_eps_high=0.2), "an eps of 0.2 almost never reaches (the paper: 3e-4 and 4e-4)"),
-        ({"pg_kl_coef": 0.1, "pg_kl_estimator": "k1"}, "--pg-kl-estimator k1: its expected gradient is 0"),
-        ({"pg_kl_coef": 0.1, "pg_kl_estimator": "k3"}, "--pg-kl-estimator k3: its gradient is that of KL(π_ref‖π)"),
+        (
+            pg("gspo", clip_eps_high=0.2),
+            "an eps of 0.2 almost never reaches. Leave the clip flags out, for the paper's 3e-4 and 4e-4.",
+        ),
+        ({"pg_kl_coef": 0.1, "pg_kl_estimator": "k1"}, "--pg-kl-estimator k1 has an expected gradient of 0"),
+        ({"pg_kl_coef": 0.1, "pg_kl_estimator": "k3"}, "--pg-kl-estimator k3 has the gradient of KL(π_ref‖π)"),
         *(({"pg_kl_coef": 0.1, "pg_kl_estimator": name}, None) for name in ("k2", "k1_weighted", "k3_weighted")),
     ],
 )

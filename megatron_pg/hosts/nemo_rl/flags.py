@@ -48,13 +48,13 @@ _CORRECTIONS = {  # type, and whether importance weights are sequence-level: our
 # Settings of the policy under which NeMo-RL passes log-probabilities to the loss, or reads the logits after it.
 _LOGPROBS = ("megatron_cfg.use_fused_linear_logprobs", "sequence_packing.fuse_loss", "draft.enabled")
 _OF_LOGITS = {"pg_entropy_coef": 0.0, "pg_metrics": "basic", "pg_vocab_size": None, "pg_kernel": "auto"}  # and defaults
-_MAKES_LOGITS = "computes the logits itself, and NeMo-RL calls a loss after its model has computed them; remove it"
+_MAKES_LOGITS = "computes the logits itself, and NeMo-RL calls a loss after its model has computed them. Remove it."
 _NO_EFFECT = {  # our arguments without effect: why
     "fp32_lm_head": _MAKES_LOGITS,
     "pg_fused_head": _MAKES_LOGITS,
-    "pg_temperature": "is that of the logits, which NeMo-RL has divided by policy.generation.temperature; remove it",
-    "pg_metrics_file": "has no effect, because the metrics go to NeMo-RL's logger as pg/…; remove it",
-    "pg_no_mismatch_advice": "has no effect, because NeMo-RL's runs give no advice; remove it",
+    "pg_temperature": "is that of the logits, which NeMo-RL has divided by policy.generation.temperature. Remove it.",
+    "pg_metrics_file": "has no effect, because the metrics go to NeMo-RL's logger as pg/…. Remove it.",
+    "pg_no_mismatch_advice": "has no effect, because NeMo-RL's runs give no advice. Remove it.",
 }
 
 
@@ -94,7 +94,7 @@ def _of_objective(loss_fn: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterat
         objective = _OBJECTIVES[selected[0]]
         yield Inherited(f"loss_fn.{selected[0]}", "pg_objective", objective)
     if len(selected) > 1:
-        yield f"loss_fn.{' and loss_fn.'.join(selected)} together have no objective here; keep one"
+        yield f"loss_fn.{' and loss_fn.'.join(selected)} together have no objective here. Keep one."
     reads = set() if ours.get("pg_custom_objective_path") else numbers_of(objective)
     for option, number, plus in _NUMBERS:
         if number in reads and loss_fn[option] is not None:
@@ -131,9 +131,9 @@ def _of_correction(loss_fn: Mapping[str, Any], ours: Mapping[str, Any]) -> Itera
         yield Inherited(f"loss_fn.{_TIS}_ratio_min", "pg_correction.low", 0.0 if low is None else low)
         yield Inherited(f"loss_fn.{_TIS}_ratio", "pg_correction.high", high)
     elif loss_fn[option]:
-        yield f"loss_fn.{_TIS}_type={kind!r} has no correction here; give megatron_pg.pg_correction instead"
+        yield f"loss_fn.{_TIS}_type={kind!r} has no correction here. Give megatron_pg.pg_correction instead."
     elif kind is not None:
-        yield f"loss_fn.{_TIS}_type={kind!r} has no effect without {option}; set both"
+        yield f"loss_fn.{_TIS}_type={kind!r} has no effect without {option}. Set both."
     if loss_fn[ON_POLICY]:
         yield from _of_logits(ours, [f"loss_fn.{ON_POLICY}"])
         correction = name or Selection.of("pg_correction", ours.get("pg_correction", "none")).name
@@ -150,7 +150,7 @@ def refused_of_policy(config: Any) -> Iterator[str]:
     """Messages about the rest of NeMo-RL's configuration, which only the driver reads."""
     policy, loss_fn = config.policy, config.loss_fn.model_dump()
     if not (policy.get("megatron_cfg") or {}).get("enabled"):
-        yield "policy.megatron_cfg.enabled is not true, and this loss is for NeMo-RL's Megatron worker; enable it"
+        yield "policy.megatron_cfg.enabled is not true, and this loss is for NeMo-RL's Megatron worker. Enable it."
     yield from _of_logits(given(loss_fn), passes_logprobs(policy))
     if (cut := _cuts_off(policy)) and _kl_coefficient(loss_fn):
         fix = "Set loss_fn.reference_policy_kl_penalty to 0, or policy.generation.top_k to null and top_p to 1.0."
@@ -159,7 +159,7 @@ def refused_of_policy(config: Any) -> Iterator[str]:
     sizes = policy["train_global_batch_size"], "grpo.num_generations_per_prompt=", grpo["num_generations_per_prompt"]
     yield from cut_groups(given(loss_fn), "policy.train_global_batch_size=", *sizes)
     if (getattr(config, "data_plane", None) or {}).get("enabled"):
-        yield "data_plane.enabled=true sends rows past Policy.train, where this loss plans the step; set it to false"
+        yield "data_plane.enabled=true sends rows past Policy.train, where this loss plans the step. Set it to false."
 
 
 def passes_logprobs(policy: Mapping[str, Any]) -> list[str]:

@@ -29,8 +29,8 @@ def checked(cfg: Any, refused: Sequence[str] = ()) -> CheckedArguments:
     """Our arguments, from NeMo-RL's `loss_fn` and its key `megatron_pg`."""
     loss_fn = cfg.model_dump()
     if missing := sorted(nemo_flags.KNOWN - loss_fn.keys()):
-        fix = "use that version, or a megatron_pg that supports yours"
-        refuse(f"loss_fn has no {', '.join(missing)}, as in {VERSION}; {fix}")
+        fix = "Use that version, or a megatron_pg that supports yours."
+        refuse(f"loss_fn has no {', '.join(missing)}, as in {VERSION}. {fix}")
     usual = {name: field.get_default(call_default_factory=True) for name, field in type(cfg).model_fields.items()}
     answers = [*nemo_flags.answers(loss_fn, usual), *refused]
     return check("NeMo-RL", nemo_flags.given(loss_fn), megatron={}, answers=answers)

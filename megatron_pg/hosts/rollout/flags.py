@@ -17,11 +17,12 @@ _TIS = {"tis_clip_low": ("low", 0.0), "tis_clip": ("high", 2.0)}  # the option o
 _ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}  # low_var_kl is k3 with a cap of 10
 _TOP_P = {"rollout_top_p": 1.0}  # their default
 UNSUPPORTED = {  # flags whose effect lies in the loss that ours replaces, and the replacement
-    "custom_tis_function_path": "is not supported; remove it and choose a --pg-correction (docs/corrections.md)",
-    "use_opsm": "is not supported; give --pg-correction opsm_old,high=… or opsm,high=…",
-    "get_mismatch_metrics": "is not supported; --pg-metrics has them where samples have rollout log-probabilities",
-    "recompute_loss_function": "is not supported; remove it, and --pg-fused-head stores no logits",
-    "custom_loss_function_path": "is not supported; remove it, or remove this loss",
+    "custom_tis_function_path": "is not supported. Remove it, and choose a --pg-correction (docs/corrections.md).",
+    "use_opsm": "is not supported. Give --pg-correction opsm_old,high=… or opsm,high=… instead.",
+    "get_mismatch_metrics": "is not supported. Use --pg-metrics, which has them where samples have rollout "
+    "log-probabilities.",
+    "recompute_loss_function": "is not supported. Remove it: --pg-fused-head stores no logits.",
+    "custom_loss_function_path": "is not supported. Remove it, or remove this loss.",
 }
 SFT = "sft"  # our name of the term that --loss-type sft_loss trains
 _OF_CRITICS = (  # of our arguments
@@ -55,7 +56,7 @@ def answers(args: argparse.Namespace, role: str, unsupported: Mapping[str, str])
     options = vars(args)
     yield from refused(options, unsupported, _TOP_P)
     if args.loss_type != "policy_loss" and not (trains_sft(args) and role == "policy"):
-        yield f"--loss-type {args.loss_type} is another loss; remove it, or remove this one"
+        yield f"--loss-type {args.loss_type} is another loss. Remove it, or remove this one."
     if options.get("allgather_cp") and options.get("context_parallel_size", 1) > 1:
         yield (
             f"--allgather-cp with --context-parallel-size {args.context_parallel_size} splits samples into contiguous "
@@ -91,14 +92,14 @@ def _of_objective(args: argparse.Namespace) -> Iterator[Answer]:
         cap = 1 + args.eps_clip_high
         yield f"--advantage-estimator cispo selects the host's loss. Give grpo, and --pg-objective cispo,cap={cap:g}."
     if len(selected) > 1:
-        yield f"{' and '.join(selected)} together have no objective here; remove one"
+        yield f"{' and '.join(selected)} together have no objective here. Remove one of the two."
     if set(_CLIPS.values()) <= numbers_of(objective):
         for name, number in _CLIPS.items():
             value = getattr(args, name)
             yield Inherited(flag_of(name), place_of(number), value, value == _EPS_CLIP)
     elif (args.eps_clip, args.eps_clip_high) != (_EPS_CLIP, _EPS_CLIP):
         clips = f"--eps-clip {args.eps_clip} --eps-clip-high {args.eps_clip_high}"
-        yield f"{clips} have no effect with --pg-objective {objective}; remove them"
+        yield f"{clips} have no effect with --pg-objective {objective}. Remove them."
 
 
 def _of_terms(args: argparse.Namespace) -> Iterator[Answer]:
@@ -109,7 +110,7 @@ def _of_terms(args: argparse.Namespace) -> Iterator[Answer]:
         yield Inherited("--kl-loss-coef", "pg_kl_coef", args.kl_loss_coef)
         yield Inherited(f"--kl-loss-type {args.kl_loss_type}", "pg_kl_estimator", estimator)
     if args.use_kl_loss and options.get("use_unbiased_kl") and args.kl_loss_type == "k2":
-        yield "--use-unbiased-kl with --kl-loss-type k2 has no estimator here; use k1 or k3"
+        yield "--use-unbiased-kl with --kl-loss-type k2 has no estimator here. Use k1 or k3."
     if options.get("pg_kl_coef") and not args.use_kl_loss:
         yield f"--pg-kl-coef {args.pg_kl_coef:g} needs the reference's log-probabilities. Add --use-kl-loss."
     if trains_sft(args):

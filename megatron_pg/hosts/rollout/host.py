@@ -195,5 +195,5 @@ def _misspelt(words: Sequence[str], known: Collection[str]) -> Iterable[str]:
     ours = [flag_of(name) for name in startup.defaults()]
     for flag in [word.partition("=")[0] for word in words if word.startswith("--")]:
         if attribute_of(flag) not in known and (meant := meant_flags(flag, ours)) is not None:
-            hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
-            yield f"{flag} is not a flag of the host or of megatron_pg and would be silently ignored{hint}"
+            hint = f"Did you mean {' or '.join(meant)}?" if meant else "Remove it."
+            yield f"{flag} is not a flag of the host or of megatron_pg, and the host may silently ignore it. {hint}"

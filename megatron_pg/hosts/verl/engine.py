@@ -150,12 +150,12 @@ class PolicyGradientEngine(_Theirs):
         if name != self._role.loss or not is_own:
             raise StepPlanError(
                 f"verl trains with {name} of a configuration that the engine was not built from, and its flags have no "
-                f"effect; use the {self._role.section} of verl's PPO trainer, without distillation"
+                f"effect. Use the {self._role.section} of verl's PPO trainer, without distillation."
             )
         if self._settings.plan_rule.needs_prompt_ids and not _ends_batch(data):
             raise StepPlanError(
-                "prompt_mean with several mini-batches per batch, which split prompt groups; set "
-                f"{self._role.section}.ppo_mini_batch_size to the size of the batch, or use another aggregation"
+                "prompt_mean does not allow several mini-batches per batch, which split prompt groups. Set "
+                f"{self._role.section}.ppo_mini_batch_size to the size of the batch, or use another aggregation."
             )
         samples, weights = samples_of(data), "rollout_is_weights"
         if weights in data and self._settings.correction.name != "none":
@@ -184,7 +184,7 @@ class PolicyGradientEngine(_Theirs):
         temperatures = {float(value) for value in torch.as_tensor(batch["temperature"]).flatten()}
         if len(temperatures) != 1:
             raise ValueError(
-                f"one micro-batch has the temperatures {sorted(temperatures)}; use one rollout.temperature"
+                f"one micro-batch has the temperatures {sorted(temperatures)}. Use one rollout.temperature."
             )
         (self._temperature,) = temperatures
         if self.engine_config.use_fused_kernels:  # set in each call, because a process may have several engines

@@ -91,7 +91,7 @@ def _of_objective(actor: Any, given: Mapping[str, Any]) -> Iterator[Answer]:
             absolute = float(value) + (number == objectives.WEIGHT_CAP)
             yield Inherited(f"actor.{name}", place_of(number), absolute, is_default)
         elif number not in reads and not is_default and not is_theirs:  # verl's own do not read all of them
-            yield f"actor.{name}={value} has no effect with pg_objective {ours}; remove it"
+            yield f"actor.{name}={value} has no effect with pg_objective {ours}. Remove it."
     if mode in ("gspo", "sapo") and actor.loss_agg_mode != _SEQUENCE_MEAN and "loss_aggregation" not in given:
         yield (
             f"actor.loss_agg_mode={actor.loss_agg_mode} has no effect on {source} in some releases of verl. Set it to "
@@ -108,7 +108,7 @@ def _of_terms(actor: Any) -> Iterator[Answer]:
         source, is_default = f"actor.kl_loss_type={kind}", kind == _USUAL_ESTIMATOR
         yield Inherited(source, "pg_kl_estimator", _ESTIMATORS[kind], is_default)
     elif has_kl:
-        yield f"actor.kl_loss_type={kind} has no estimator in megatron_pg; use {', '.join(_ESTIMATORS)}"
+        yield f"actor.kl_loss_type={kind} has no estimator in megatron_pg. Use one of {', '.join(_ESTIMATORS)}."
     if actor.entropy_coeff:
         yield Inherited("actor.entropy_coeff", "pg_entropy_coef", actor.entropy_coeff)
     if actor.calculate_entropy:
@@ -127,14 +127,14 @@ def _of_mean(section: str, config: Any, given: Mapping[str, Any]) -> Iterator[An
         epochs = f"{section}.ppo_epochs={config.ppo_epochs}"
         yield f"loss_aggregation prompt_mean with {epochs} cannot tell whether prompt groups are whole. Use 1."
     if scale is not None and mean != _SUM_NORM:
-        yield f"{section}.loss_scale_factor={scale} has no effect with loss_agg_mode={mean}; remove it"
+        yield f"{section}.loss_scale_factor={scale} has no effect with loss_agg_mode={mean}. Remove it."
     if mean == _SUM_NORM and scale is length is None and not {"loss_aggregation", _DIVISOR} & given.keys():
         yield (
             f"{section}.loss_scale_factor is null, so verl divides each micro-batch by the length of its longest "
             "response. Set it to a constant, such as ${data.max_response_length}."
         )
     elif mean not in _AGGREGATIONS:
-        yield f"{source} is not a mean over the step; use one of {', '.join(_AGGREGATIONS)}"
+        yield f"{source} is not a mean over the step. Use one of {', '.join(_AGGREGATIONS)}."
     elif not ("custom_pg_loss_reducer_function_path" in given and mean == _USUAL_MEAN):
         yield Inherited(source, "loss_aggregation", _AGGREGATIONS[mean], mean == _USUAL_MEAN)
     if mean == _SUM:
@@ -163,4 +163,4 @@ def _of_engine(engine: Any, model: Any, given: Mapping[str, Any], role: str) -> 
     if heads and not engine.use_fused_kernels:
         yield f"{heads[0]} needs model.use_fused_kernels=True, which includes it. Set that, and remove {heads[0]}."
     if (mode := given.get("pg_fused_head")) in AT_ONCE:
-        yield f"pg_fused_head {mode} needs the loss inside the head, and verl computes its loss later; use recompute"
+        yield f"pg_fused_head {mode} needs the loss inside the head, and verl computes its loss later. Use recompute."

@@ -19,8 +19,8 @@ def samples_of(data: Any) -> dict[int, Sample]:
     """
     if not data["response_mask"].is_nested:
         raise StepPlanError(
-            "response_mask is padded, as in verl's trainers before V1, so the lengths of responses are not known; use "
-            "trainer.use_v1=True"
+            "response_mask is padded, as in verl's trainers before V1, so the lengths of responses are not known. Use "
+            "trainer.use_v1=True."
         )
     columns = {name: data[name].cpu().unbind() for name in _ROWS if name in data}
     uids, sessions = (data.get(name).tolist() if name in data else [None] * len(data) for name in ("uid", "session_id"))

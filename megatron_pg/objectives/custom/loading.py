@@ -113,7 +113,7 @@ def _unread_option(function: Callable, numbers: dict[str, float]) -> str | None:
     if "__dict__" in read:  # vars(parameters) may read any of them
         return None
     for name in sorted(numbers.keys() - {CLIP_EPS_LOW.name, CLIP_EPS_HIGH.name} - read):
-        return f"does not read its option {name}={numbers[name]:g}; remove it"
+        return f"does not read its option {name}={numbers[name]:g}. Remove it."
     return None
 
 
@@ -122,15 +122,15 @@ def _probe_reports(reports: Callable, parameters: Parameters) -> str | None:
     whole, *parts = (reports(_tokens(index), parameters) for index in (_ALL, *_PAIRS))
     for name, values in whole.items():
         if not isinstance(name, str) or not name.isprintable() or not name.strip():
-            return f"reports a metric whose name is {name!r}; give a text"
+            return f"reports a metric whose name is {name!r}. Give a printable text."
         if not isinstance(values, Tensor) or values.shape != (_SIZE,):
             shape = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
-            return f"reports {name!r} with {shape} for 6 tokens; give one value per token, without an average"
+            return f"reports {name!r} with {shape} for 6 tokens. Give one value per token, without an average."
     if any(part.keys() != whole.keys() for part in parts):
-        return "reports other metrics for other tokens; give the same names always"
+        return "reports other metrics for other tokens. Always give the same names."
     for name, values in whole.items():
         if not torch.equal(values.detach(), torch.cat([part[name] for part in parts]).detach()):
-            return f"reports {name!r} of a token differently when other tokens are in the micro-batch; take no average"
+            return f"reports {name!r} of a token differently when other tokens are in the micro-batch. Take no average."
     return None
 
 
@@ -142,19 +142,23 @@ def _probe(loss: Callable, parameters: Parameters) -> str | None:
         return f"fails on six tokens: {type(error).__name__}: {error}"
     if whole.shape != (_SIZE,) or whole.dtype != torch.float64:
         given = f"shape {tuple(whole.shape)} and dtype {whole.dtype}"
-        return f"gives {given} for 6 tokens in float64; give the loss of each token"
+        return f"gives {given} for 6 tokens in float64. Give the loss of each token."
     if not torch.isfinite(whole).all() or not torch.isfinite(gradient).all():
         return (
-            "gives a loss or gradient that is not finite for ordinary log-probabilities and advantages, one of them 0"
+            "gives a loss or gradient that is not finite for ordinary log-probabilities and advantages, one of them 0. "
+            "Correct it."
         )
     if not gradient.any():
-        return "has no gradient with respect to tokens.logprobs or tokens.log_ratios, so nothing would be trained"
+        return (
+            "has no gradient with respect to tokens.logprobs or tokens.log_ratios, so it trains nothing. Compute with "
+            "one of them."
+        )
     for of_whole, of_parts in zip((whole, gradient), zip(*parts, strict=True), strict=True):
         if not torch.allclose(of_whole, torch.cat(of_parts), rtol=1e-9, atol=1e-12):
             return (
-                "gives a token another loss or gradient when other tokens are in the micro-batch; take no average or "
-                "maximum over tokens (tokens.sequence_log_ratios and tokens.sequence_advantages are averages over the "
-                "whole sequence)"
+                "gives a token another loss or gradient when other tokens are in the micro-batch. Take no average or "
+                "maximum over tokens: tokens.sequence_log_ratios and tokens.sequence_advantages are averages over the "
+                "whole sequence."
             )
     return None
 

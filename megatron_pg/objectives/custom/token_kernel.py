@@ -33,21 +33,21 @@ def token_kernel_refusal(function: Callable, parameters: Parameters, *, reads_se
     """
     token_kernel, names = getattr(function, "token_kernel", None), _names(function)
     if token_kernel is None and getattr(function, "row", None) is not None:
-        return "has an attribute row, which is called token_kernel since 0.3.0; rename row and row_numbers"
+        return "has an attribute row, which is called token_kernel since 0.3.0. Rename row and row_numbers."
     if token_kernel is None:
         return None
     if not callable(getattr(token_kernel, "fn", None)):
         kind = type(token_kernel).__name__
-        return f"has a token kernel that is a {kind}, which kernels cannot call; give a function of triton.jit"
+        return f"has a token kernel that is a {kind}, which kernels cannot call. Give a function of triton.jit."
     if reads_sequences:
         return (
-            "reads averages over whole sequences and has a token kernel, which sees one token; remove the token kernel"
+            "reads averages over whole sequences and has a token kernel, which sees one token. Remove the token kernel."
         )
     if len(names) > MOST_NUMBERS:
-        return f"has a token kernel of {len(names)} numbers, and kernels pass {MOST_NUMBERS}; combine some of them"
+        return f"has a token kernel of {len(names)} numbers, and kernels pass {MOST_NUMBERS}. Combine some of them."
     for name in names:
         if vars(parameters).get(name) is None:
-            return f"has a token kernel that reads {name}, which is not given; add {given_by(name)}"
+            return f"has a token kernel that reads {name}, which is not given. Add {given_by(name)}."
     return None
 
 
@@ -64,9 +64,9 @@ def token_kernel_failure(token_kernel: TokenKernel, loss: Callable, parameters: 
         found, slope = function(logprobs, old, advantages, token_kernel.numbers)
         at_rest = torch.cat(function(nothing, nothing, nothing, token_kernel.numbers))
     except Exception as error:  # the user's code may raise anything
-        names = f"; token_kernel_numbers names {len(token_kernel.numbers)} numbers"
-        hint = names if isinstance(error, IndexError) else ""
-        return f"has a token kernel that fails on 4096 tokens: {type(error).__name__}: {error}{hint}"
+        names = f"Name every number that it reads in token_kernel_numbers, which has {len(token_kernel.numbers)}."
+        fix = names if isinstance(error, IndexError) else "Correct it."
+        return f"has a token kernel that fails on 4096 tokens ({type(error).__name__}: {error}). {fix}"
     for what, ours, theirs in (("loss", expected.detach(), found), ("derivative by log π", gradient, slope)):
         bad = ~((ours - theirs).abs() <= _TOLERANCE * (1 + ours.abs()))
         if bad.any():
@@ -74,10 +74,10 @@ def token_kernel_failure(token_kernel: TokenKernel, loss: Callable, parameters: 
             where = f"log π {float(logprobs[at]):g}, log π_old {float(old[at]):g}, A {float(advantages[at]):g}"
             return (
                 f"has a token kernel whose {what} is {float(theirs[at]):g} where the function's is "
-                f"{float(ours[at]):g}, at {where}; correct the wrong one"
+                f"{float(ours[at]):g}, at {where}. Correct the wrong one."
             )
     if not at_rest.isfinite().all():
-        return "has a token kernel that is not finite where all fields are 0, as at untrained tokens; choose by where"
+        return "has a token kernel that is not finite where all fields are 0, as at untrained tokens. Choose by where."
     return None
 
 

@@ -149,7 +149,7 @@ def _mistakes(record: TokenSets) -> Mapping[str, Tensor]:
         "name a token twice, which would count twice": (
             (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
         ).any(dim=1),
-        "contain a log-probability that is not finite, so the loss would not be": (
+        "contain a log-probability that is not finite, so neither is the loss": (
             present & ~torch.isfinite(logprobs)
         ).any(dim=1),
         f"are probabilities that sum to more than {_MOST_MASS}, which is not a distribution": mass > _MOST_MASS,

@@ -199,7 +199,8 @@ FAULTS = {
         "NonFiniteLossError: non-finite loss at rank 1, sample",
     ),
     "dp2-constant-mtp-mtpnan": "NonFiniteLossError: non-finite loss of multi-token prediction at rank 1 (1 ranks)",
-    "dp2-constant-mtp-depths": "the model has mtp_num_layers=1, the arguments say 2, so predictions have no weight",
+    "dp2-constant-mtp-depths": "mtp_num_layers of the model is 1, and that of the arguments is 2, so predictions have "
+    "no weight",
     **dict.fromkeys(
         words("""
         tp2-constant-peers cp2-sample_mean-peers tp2-constant-advantages tp2-constant-nanold
@@ -216,7 +217,7 @@ FAULTS = {
     "dp2-token_mean-masked": "the step has no trained token",
     **dict.fromkeys(
         words("dp2-constant-detached pp2-token_mean-detached pp2-token_mean-docs-detached"),
-        "call PolicyGradientStep.attach",
+        "Call PolicyGradientStep.attach",
     ),
     **dict.fromkeys(words("dp2-constant-replaced pp2-token_mean-replaced"), "the step's loss function has counted "),
     "dp2-sample_mean-reducer": "rank 1: RuntimeError: my reducer broke",
@@ -241,9 +242,9 @@ FAULTS = {
         words("pp2-constant-fp32-bypassed dp2-constant-mtp-fp32-bypassed"),
         "ScheduleError: --fp32-lm-head and --pg-fused-head replace the product of the output layer, and the model",
     ),
-    "dp2t-constant-state": "the rows are packed (thd) and the model has MambaMixer layers, whose state must be reset",
+    "dp2t-constant-state": "the rows are packed (thd), and the model has MambaMixer layers, whose state must be reset",
     "pp2-token_mean-shape": "pipeline stages exchange (",
-    "dp2-token_mean-flag": "built with calculate_per_token_loss=True, the arguments say False",
+    "dp2-token_mean-flag": "calculate_per_token_loss of the model is True, and that of the arguments is False",
     "dp2-sample_mean-nanold": "non-finite loss at rank 1, sample 1 (number 0 of its "
     "micro-batch), response token 0 with old_logprobs nan",
     "dp2-token_mean-nanadvantage": "non-finite loss at rank 1, sample 1 (number 0 of its "
@@ -254,7 +255,7 @@ FAULTS = {
     "dp2-constant-masklength": "rank 1: loss_mask of sample 1 has",
     "dp2-constant-oldlength": "rank 1: old_logprobs of sample 1 has",
     "pp2-constant-oldlength": "old_logprobs of sample",
-    "dp2-constant-fraction": "rank 1: loss_mask of sample 1 must be 0 or 1, got 0.5",
+    "dp2-constant-fraction": "rank 1: loss_mask of sample 1 contains 0.5, and it must be 0 or 1",
     "dp2-prompt_mean-noprompt": "rank 1: sample 1 has no prompt_id",
     "dp2-sample_mean-noids": "rank 0 has rollout_ids and rank 1 has none",
     "dp2-sample_mean-duplicate": "rollout '0/0' belongs to prompt groups",

@@ -40,10 +40,10 @@ def test_every_default_is_a_value_that_the_number_may_have():
 @pytest.mark.parametrize(
     ("word", "hint"),
     [
-        ("sample_maen", "; did you mean sample_mean?"),
-        ("Sample-Mean", "; did you mean sample_mean?"),
-        ("dapo", "; did you mean prompt_mean or token_mean?"),
-        ("dapoo", "; did you mean prompt_mean or token_mean?"),
+        ("sample_maen", " Did you mean sample_mean?"),
+        ("Sample-Mean", " Did you mean sample_mean?"),
+        ("dapo", " Did you mean prompt_mean or token_mean?"),
+        ("dapoo", " Did you mean prompt_mean or token_mean?"),
         ("xyz", ""),
     ],
 )

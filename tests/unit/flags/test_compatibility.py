@@ -35,7 +35,7 @@ EXPERTS = {"num_experts": 8}
         (mode("token_mean"), None),
         (EXPERTS, None),
         ({"pg_fused_head": "forward"}, "frees the output layer's weight after its forward"),
-        ({**mode("token_mean"), **EXPERTS}, "without dividing by the number of positions; use --use-megatron-fsdp"),
+        ({**mode("token_mean"), **EXPERTS}, "without dividing by the number of positions. Use --use-megatron-fsdp"),
     ],
 )
 def test_torch_fsdp2_is_refused_before_0_19_2_and_where_it_is_not_exact(overrides, fragment, release, monkeypatch):

@@ -85,7 +85,7 @@ def test_a_flag_of_an_earlier_release_is_refused_with_the_line_to_write(words, c
     with pytest.raises(SystemExit):
         add_arguments(ArgumentParser(allow_abbrev=False)).parse_args(words.split())
     name = words.replace("=", " ").split()[0]
-    assert f"{name} is not a flag since 0.3.0. Write {MOVED[words]}\n" in capsys.readouterr().err
+    assert f"{name} is not a flag since 0.3.0. Write {MOVED[words]}.\n" in capsys.readouterr().err
 
 
 def test_every_moved_flag_is_written_as_a_flag_that_exists():

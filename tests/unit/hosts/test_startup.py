@@ -66,16 +66,16 @@ def test_every_violation_is_in_one_error():
     given |= {"pg_correction": "top_entropy", "loss_aggregation": "turn_mean", "pg_weight_denominator": "weights"}
     given |= {"pg_sequence_level": "turn", "pg_objective": "gspo"}
     with pytest.raises(ArgumentError) as refused:
-        check("host", given, megatron={}, answers=["their flag cannot be combined with this loss; remove it"])
+        check("host", given, megatron={}, answers=["their flag cannot be combined with this loss. Remove it."])
     text = str(refused.value)
     for part in (
-        "pg_objektive is not an argument of megatron_pg; did you mean pg_objective?",
+        "pg_objektive is not an argument of megatron_pg. Did you mean pg_objective?",
         "their flag cannot",
         "--pg-dry-run ends",
         "--docs-per-step 3 sets the size of steps",
         "--pg-correction top_entropy reads old_entropies, which the batches of host",
-        "--loss-aggregation turn_mean reads turns, which the batches of host do not contain; remove it",
-        "--pg-sequence-level turn reads turns, which the batches of host do not contain; remove it",
+        "--loss-aggregation turn_mean reads turns, which the batches of host do not contain. Remove it.",
+        "--pg-sequence-level turn reads turns, which the batches of host do not contain. Remove it.",
         "--pg-weight-denominator weights reads token_weights, which the batches of host",
         "--pg-temperature",
     ):

@@ -244,13 +244,17 @@ OF_KERNEL = "has a token kernel "
         ({"slope": "-helper(r, 1.0 + numbers[0]) * advantage * 1.000001"}, f"{OF_KERNEL}whose loss is"),
         ({"slope": "-r * advantage"}, f"{OF_KERNEL}whose loss is"),
         ({"more": " + 0.0 * old_logprob / old_logprob"}, f"{OF_KERNEL}that is not finite where all fields are 0"),
-        ({"slope": "tl.cumsum(r)"}, f"{OF_KERNEL}that fails on 4096 tokens: AttributeError"),
+        ({"slope": "tl.cumsum(r)"}, rf"{OF_KERNEL}that fails on 4096 tokens \(AttributeError"),
         ({"attribute": "row"}, "has an attribute row, which is called token_kernel since 0.3.0"),
-        ({"row": "mine"}, f"{OF_KERNEL}that is a function, which kernels cannot call; give a function of triton.jit"),
-        ({"names": "('clip_eps_high', 'knee')"}, f"{OF_KERNEL}that reads knee, which is not given; add the option k"),
+        (
+            {"row": "mine"},
+            rf"{OF_KERNEL}that is a function, which kernels cannot call\. Give a function of triton\.jit\.",
+        ),
+        ({"names": "('clip_eps_high', 'knee')"}, rf"{OF_KERNEL}that reads knee, which is not given\. Add the option k"),
         (
             {"names": "()"},
-            f"{OF_KERNEL}that fails on 4096 tokens: IndexError: .*; token_kernel_numbers names 0 numbers",
+            rf"{OF_KERNEL}that fails on 4096 tokens \(IndexError: .*\)\. Name every number that it reads in "
+            r"token_kernel_numbers, which has 0\.",
         ),
         ({"names": "('clip_eps_high',) * 5"}, f"{OF_KERNEL}of 5 numbers, and kernels pass 4"),
         (

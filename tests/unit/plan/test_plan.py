@@ -195,7 +195,7 @@ def test_counts_beyond_float32_and_int32_stay_exact():
 @pytest.mark.parametrize(
     ("tokens", "aggregation", "rest", "message"),
     [
-        ([1, 1], "prompt_mean", {}, "prompt_mean needs a prompt_id for every sample; sample 0 has none"),
+        ([1, 1], "prompt_mean", {}, "prompt_mean needs a prompt_id for every sample, and sample 0 has none"),
         ([1, 1], "prompt_mean", {"prompt_ids": [1, None]}, "sample 1 has none"),
         ([1, 1], "sample_mean", {"rollout_ids": [1]}, "rollout_ids has 1 entries for 2 samples"),
         ([1, 1], "sample_mean", {"rollout_ids": [1, 1.5]}, "rollout_ids[1]=1.5 is neither"),

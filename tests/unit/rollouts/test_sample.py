@@ -75,7 +75,10 @@ BAD_FILES = [
             ({"response_length": 3}, "loss_mask of sample rollouts.jsonl:3 has 2 entries for 3"),
             ({"response_length": 0, "loss_mask": [], "old_logprobs": []}, "response_length=0 of a sample of 4 tokens"),
             ({"old_logprobs": [0.7, -1.0]}, "old_logprobs of sample rollouts.jsonl:3 reach 0.7. Log-probabilities are"),
-            ({"loss_mask": [1, 0.5]}, "loss_mask of sample rollouts.jsonl:3 must be 0 or 1, got 0.5; put weights into"),
+            (
+                {"loss_mask": [1, 0.5]},
+                "loss_mask of sample rollouts.jsonl:3 contains 0.5, and it must be 0 or 1. Put weights into",
+            ),
             ({"routed_experts": [[1], [2], [3]]}, "routed_experts=[[1], [2], [3]] has the wrong type"),
             ({"routed_experts": [[[1.0]], [[2]], [[3]]]}, "routed_experts=[[[1.0]], [[2]], [[3]]] has the wrong type"),
             ({"reward": 10**400}, "reward="),
@@ -235,7 +238,7 @@ NOT_FINITE = "at response token 1, which is trained"
         ({"masks": {"rl": [1, 0]}}, "masks of sample s contain 'rl', which is not a further loss term"),
         ({"masks": {"a b": [1, 0]}}, "contain 'a b', which is not a further loss term"),
         ({"masks": {"echo": [1, 0, 1]}}, "masks['echo'] of sample s has 3 entries for 2 response tokens"),
-        ({"masks": {"echo": [0.5, 0]}}, "masks['echo'] of sample s must be 0 or 1, got 0.5"),
+        ({"masks": {"echo": [0.5, 0]}}, "masks['echo'] of sample s contains 0.5, and it must be 0 or 1"),
         ({"old_logprobs": None}, "has no old_logprobs, which the objective needs"),
         ({"advantage": None}, "has no advantage, which the objective needs. Give it, or set term to the NAME"),
         ({"teacher_logprobs": [-1.0, 2.0], "loss_mask": [1, 1]}, "teacher_logprobs of sample s reach 2"),
@@ -405,7 +408,7 @@ def test_version_2_has_the_names_of_its_time(file, old, new, value):
         return sample.sampling_mask.lists() if new == "sampling_mask" else sample.term
 
     assert read(2, old) == read(3, new) == value
-    with pytest.raises(RolloutFileError, match=rf"unknown field '{old}'; did you mean {new}\?"):
+    with pytest.raises(RolloutFileError, match=rf"unknown field '{old}'\. Did you mean {new}\?"):
         read(3, old)
     with pytest.raises(RolloutFileError, match=f"field '{new}' needs version 3, and the header has version 2\\."):
         read(2, new)

@@ -105,7 +105,7 @@ def test_layers_with_a_state_get_no_packed_rows(kind):
     padded, packed = pack([sample()], qkv_format="bshd", max_seq_len=4), pack([sample()], qkv_format="thd")
     checks.check_packing([padded, padded], chunks)
     checks.check_packing([packed], chunks[:1])
-    with pytest.raises(ScheduleError, match=rf"has {kind.__name__} layers, whose state .* give padded rows"):
+    with pytest.raises(ScheduleError, match=rf"has {kind.__name__} layers, whose state .* Give padded rows"):
         checks.check_packing([padded, packed], chunks)
     chunks[1].hybrid_layer_pattern = "*-|M-"
     with pytest.raises(ScheduleError, match=r"layers \(--hybrid-layer-pattern \*-\|M-\), whose"):
@@ -145,8 +145,8 @@ def test_a_step_leaves_the_models_config_as_it_was(fails):
 @pytest.mark.parametrize(
     ("changed", "stages", "message"),
     [
-        ({"mtp_num_layers": 2}, 1, "the model has mtp_num_layers=2, the arguments say 1"),
-        ({"mtp_num_layers": None}, 1, "the model has mtp_num_layers=0, the arguments say 1"),
+        ({"mtp_num_layers": 2}, 1, "mtp_num_layers of the model is 2, and that of the arguments is 1"),
+        ({"mtp_num_layers": None}, 1, "mtp_num_layers of the model is 0, and that of the arguments is 1"),
         ({"mtp_grad_scale_func": abs}, 1, "config.mtp_grad_scale_func is set"),
         ({}, 2, "multi-token prediction with learned positions and pipeline parallelism"),
         ({}, 1, None),
@@ -326,7 +326,7 @@ def wrapped(kind: type, **config: object) -> object:
 @pytest.mark.parametrize(
     ("kind", "release", "settings", "experts", "message"),
     [
-        (TorchFullyShardedDataParallel, (0, 19, 2), {"per_token": True}, 8, "use Megatron-FSDP"),
+        (TorchFullyShardedDataParallel, (0, 19, 2), {"per_token": True}, 8, "Use Megatron-FSDP"),
         (TorchFullyShardedDataParallel, (0, 19, 2), {"per_token": True}, None, None),
         (TorchFullyShardedDataParallel, (0, 19, 2), {"per_token": False}, 8, None),
         (TorchFullyShardedDataParallel, (0, 19, 2), {"head_mode": "recompute"}, None, "the fused head reads it later"),

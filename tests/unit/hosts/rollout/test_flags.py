@@ -17,8 +17,11 @@ SWITCHES_OF_MILES = (
 OF_MILES = {  # what slime accepts, or does not have
     "pg_sampling_mask_missing": ("mask", "--pg-sampling-mask-missing mask reads sampling_mask, which the batches of m"),
     "pg_sampling_mask_entropy": ("kept", "--pg-sampling-mask-entropy kept reads sampling_mask"),
-    "pg_term": (["sft:ce,weight=0.1"], "--pg-term sft:ce: the batches of miles name no loss terms"),
-    "rollout_top_p": (0.9, "--rollout-top-p 0.9 leaves the batches without the kept tokens; use 1.0"),
+    "pg_term": (
+        ["sft:ce,weight=0.1"],
+        "--pg-term sft:ce has no tokens, because the batches of miles name no loss terms",
+    ),
+    "rollout_top_p": (0.9, "--rollout-top-p 0.9 leaves the batches without the kept tokens. Use 1.0."),
     "multi_lora_n_adapters": (2, "--multi-lora-n-adapters 2 gives every adapter its own batch"),
     **{name: (True, f"--{name.replace('_', '-')} {miles.Miles.unsupported[name]}") for name in SWITCHES_OF_MILES},
 }
@@ -79,11 +82,14 @@ def test_a_critic_takes_its_clip_and_the_denominators_and_leaves_the_policys_fla
     ("given", "message"),
     [
         ({"value_clip": 0.3, "pg_value_clip": 0.4}, "0.3, and --pg-value-clip 0.4 contradict each other"),
-        ({"value_clip": -1.0}, "--value-clip must be"),
+        ({"value_clip": -1.0}, "--value-clip is -1.0. It must be"),
         ({"recompute_loss_function": True}, "--recompute-loss-function is not supported"),
         ({"loss_type": "sft_loss"}, "--loss-type sft_loss is another loss"),
-        ({"loss_aggregation": "constant"}, "needs --loss-aggregation-divisor"),
-        ({"loss_aggregation": "prompt_mean", "global_batch_size": 6}, "a step would hold part of a prompt's samples"),
+        ({"loss_aggregation": "constant"}, "needs a divisor, which has no default. Give --loss-aggregation-divisor"),
+        (
+            {"loss_aggregation": "prompt_mean", "global_batch_size": 6},
+            "cuts the samples of a prompt into several steps",
+        ),
     ],
 )
 def test_a_critics_contradictions_are_refused(host, given, message):
@@ -93,8 +99,8 @@ def test_a_critics_contradictions_are_refused(host, given, message):
 
 
 def test_a_message_about_a_number_of_the_host_names_its_flag():
-    with pytest.raises(ArgumentError, match=r"--eps-clip must be between 0 and 1 .*got 1\.5") as refused:
+    with pytest.raises(ArgumentError, match=r"--eps-clip is 1\.5\. It must be between 0 and 1 ") as refused:
         checked(slime.HOST, {"eps_clip": 1.5})
     assert "--pg-clip-eps-low" not in str(refused.value)
-    with pytest.raises(ArgumentError, match=r"--pg-clip-eps-low must be between 0 and 1 .*got 1\.5"):
+    with pytest.raises(ArgumentError, match=r"--pg-clip-eps-low is 1\.5\. It must be between 0 and 1 "):
         checked(slime.HOST, {"eps_clip": 0.2, "pg_clip_eps_low": 1.5})

@@ -54,8 +54,11 @@ def test_the_launcher_adds_our_flags_to_the_scripts_own(installed, host):
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--loss-agregation", r"--loss-agregation is not a flag .*did you mean --loss-aggregation"),  # else left unread
-        ("--loss-aggregation", r"E5.*needs --loss-aggregation-divisor"),
+        (
+            "--loss-agregation",
+            r"--loss-agregation is not a flag .*\. Did you mean --loss-aggregation",
+        ),  # else left unread
+        ("--loss-aggregation", r"E5.*needs a divisor, which has no default\. Give --loss-aggregation-divisor"),
     ],
 )
 def test_the_launcher_refuses_before_anything_is_started(installed, host, flag, message):
@@ -71,7 +74,7 @@ def test_the_launcher_checks_the_critics_flags_too(installed, monkeypatch, host)
     monkeypatch.setattr(
         rollout_hosts, "arguments", lambda *given, **more: of_ppo(*given, **more, value_clip=-1.0, use_critic=True)
     )
-    with pytest.raises(ArgumentError, match="--value-clip must be"):
+    with pytest.raises(ArgumentError, match=r"--value-clip is -1\.0\. It must be"):
         launch(host)
 
 

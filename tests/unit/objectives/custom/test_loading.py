@@ -86,7 +86,7 @@ def test_an_option_that_a_users_objective_does_not_read_is_refused(tmp_path, mon
     if unread is None:
         assert vars(load_custom_objective(path, **numbers).parameters) == numbers
         return
-    with pytest.raises(ArgumentError, match=f"does not read its option {unread}; remove it"):
+    with pytest.raises(ArgumentError, match=rf"does not read its option {unread}\. Remove it\."):
         load_custom_objective(path, **numbers)
 
 
