@@ -13,6 +13,7 @@ from megatron_pg import RolloutWriter, Sample, read_rollouts
 from megatron_pg.metrics.file import MetricsFile, free_name
 
 MEAN_OF = 10  # steps, of the thick lines
+_FEW = 20  # a curve with fewer steps has no thick line
 
 
 class RunFolder:
@@ -130,7 +131,7 @@ def _clock(seconds: float) -> str:
 
 def draw(path: Path) -> None:
     """curves.png from metrics.jsonl: reward, exact match, response length, and pg_loss or the distance from the
-    teacher; thin lines are single steps."""
+    teacher."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -148,17 +149,12 @@ def draw(path: Path) -> None:
         del panels["pg_loss"]
         panels["teacher/mean"] = "KL to the teacher, nats per token"
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.4), sharex=True)
+    has_means = False
     for axis, (name, title) in zip(axes.flat, panels.items(), strict=True):
         points = [(r["iteration"], r[name]) for r in grpo if r.get(name) is not None]
         axis.set_title(title, fontsize=10)
         axis.grid(alpha=0.3)
-        if points and len(points) < 20:
-            axis.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.5)
-        elif points:  # every step, and the mean of the last MEAN_OF
-            steps, values = zip(*points, strict=True)
-            axis.plot(steps, values, color="tab:blue", linewidth=0.8, alpha=0.4)
-            means = [statistics.fmean(values[max(k - MEAN_OF + 1, 0) : k + 1]) for k in range(len(values))]
-            axis.plot(steps, means, color="tab:blue", linewidth=1.8)
+        has_means |= _draw_points(axis, points)
         if name in ("reward", "exact_match"):
             axis.set_ylim(0, 1)
         if name in ("pg_loss", "teacher/mean"):
@@ -169,8 +165,22 @@ def draw(path: Path) -> None:
     loss = f"GRPO, --loss-aggregation {arguments['loss_aggregation']}"
     if arguments.get("pg_term"):
         loss = " ".join(f"--pg-term {term}" for term in arguments["pg_term"])
-    title = f"--task {arguments.get('task', 'digit_sort')}; {loss}\nthin: each step, thick: mean of {MEAN_OF} steps"
-    figure.suptitle(title, fontsize=11)
+    lines = f"\nthin: each step, thick: mean of {MEAN_OF} steps" if has_means else ""
+    figure.suptitle(f"--task {arguments.get('task', 'digit_sort')}; {loss}{lines}", fontsize=11)
     figure.tight_layout()
     figure.savefig(path / "curves.png", dpi=110)
     plt.close(figure)
+
+
+def _draw_points(axis, points: list[tuple[int, float]]) -> bool:
+    """Few points are marked. Many are a thin line and a thick one, the mean of the last MEAN_OF; then true."""
+    if not points:
+        return False
+    steps, values = zip(*points, strict=True)
+    if len(points) < _FEW:
+        axis.plot(steps, values, marker="o", markersize=4, linewidth=1.5)
+        return False
+    axis.plot(steps, values, color="tab:blue", linewidth=0.8, alpha=0.4)
+    means = [statistics.fmean(values[max(k - MEAN_OF + 1, 0) : k + 1]) for k in range(len(values))]
+    axis.plot(steps, means, color="tab:blue", linewidth=1.8)
+    return True

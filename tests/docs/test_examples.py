@@ -17,6 +17,7 @@ import pytest
 import torch
 from cpu.all_gather_attention import AllGatherAttention, allowed
 from loop import run_folder
+from matplotlib.figure import Figure
 from samples import make_sample
 from tasks.digit_sort import DigitSort
 from tasks.list_programs import ListPrograms
@@ -106,6 +107,22 @@ def test_a_run_folder_writes_every_step_and_draws(tmp_path, capfd):
     shown = capfd.readouterr().out
     assert "pg_loss -1.0000" in shown
     assert "left" in shown
+
+
+@pytest.mark.parametrize(
+    ("steps", "per_panel", "is_named"), [(0, 0, False), (9, 1, False), (19, 1, False), (20, 2, True)]
+)
+def test_the_curves_name_the_thick_line_that_they_draw(steps, per_panel, is_named, tmp_path, monkeypatch):
+    """A short run has one line per panel; the title named a second one, the mean of ten steps."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    lines = [{"iteration": i, "phase": "grpo", "reward": i / 40, "response_length": 3.0} for i in range(steps)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "arguments.json").write_text(json.dumps({"loss_aggregation": "constant"}))
+    run_folder.draw(tmp_path)
+    (figure,) = drawn
+    assert [len(axis.lines) for axis in figure.axes[:3]] == [per_panel, 0, per_panel]
+    assert ("thick: mean of 10 steps" in figure.get_suptitle()) == is_named
 
 
 def test_samples_that_are_sampled_again_stay_in_a_copy(tmp_path):
