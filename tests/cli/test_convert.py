@@ -51,6 +51,24 @@ def test_a_rollout_dump_of_slime_or_miles(framework, save, convert):
     assert samples[5].advantages.tolist() == pytest.approx([-0.5 / (math.sqrt(0.5) + 1e-6)] * 3)
 
 
+@pytest.mark.parametrize("framework", ["slime", "miles"])
+@pytest.mark.parametrize(
+    ("status", "truncated"),
+    [
+        ("truncated", True),
+        *((name, False) for name in ("pending", "completed", "aborted", "failed")),
+        *((unknown, None) for unknown in ("late", None, ["truncated"])),
+    ],
+)
+def test_a_status_tells_whether_the_response_was_truncated(status, truncated, framework, save, convert):
+    """As `Sample.status == Sample.Status.TRUNCATED` of both trainers, and not known from other values."""
+    path = save([slime_sample(0, 0, 1.0, status=status), slime_sample(1, 0, 0.0)])
+    first, second = convert(f"--format {framework} {CHOICES}", path).samples
+    assert (first.truncated, second.truncated) == (truncated, False)
+    assert first.loss_mask.all()  # as in both trainers, where a status masks nothing
+    assert first.extra["x_status"] == (status if isinstance(status, str) else str(status))
+
+
 @pytest.mark.parametrize(
     ("rule", "expected"), [("group_mean", [0.5, -0.5, 0.5, 0.5, -0.5]), ("reward", [1, 0, 1, 1, 0])]
 )

@@ -71,6 +71,9 @@ def _foreign(where: str, what: str) -> InputError:
 
 # --- slime and miles ---
 
+# Sample.Status of both: each but `truncated` is 0 in the `truncated` that they train with
+_STATUSES = ("pending", "completed", "truncated", "aborted", "failed")
+
 
 def read_slime(path: str, options: argparse.Namespace, _: Names) -> list[Row]:
     """The samples of a rollout dump of slime or miles, joined with slime's training dump if --train-data gives it."""
@@ -113,6 +116,7 @@ def _slime_row(sample: Any, step: int, where: str, reward_key: str | None) -> Ro
         "teacher_logprobs": _plain_list(sample.get("teacher_log_probs"), where),
         "routed_experts": _nested_list(sample.get("rollout_routed_experts"), where),
         "sampling_mask": None if all(values is None for values in kept.values()) else kept,
+        "truncated": status == "truncated" if status in _STATUSES else None,
         "x_status": status if isinstance(status, str) else shorten(status),
         "x_index": index,
     }
