@@ -20,7 +20,7 @@ ADDED_BYTES = 1 << 14  # most that a callback may add to a step, as JSON
 
 
 class CallbackError(ValueError):
-    """The value that `on_step` returned cannot be logged; raised on every rank."""
+    """The value that `on_step` returned cannot be logged, or another rank's `on_step` failed; raised on every rank."""
 
 
 def console_line(iteration: int, values: Mapping[str, Any], own: Collection[str] = ()) -> str:

@@ -1,6 +1,7 @@
 """The collectives of the plugin, on the device that a group needs: tables and whole texts, never pickled objects."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions
 
 LAST_WORDS = timedelta(minutes=1)  # that a failed rank waits for the others to receive its error
 
@@ -93,8 +94,34 @@ def broadcast_text(text: str, source: int, group: ProcessGroup | None = None) ->
     data = encode(text).to(device_of(group))
     size = torch.tensor([len(data)], device=data.device)
     dist.broadcast(size, src=first, group=group)
-    data = data if len(data) == size else data.new_empty(int(size))
-    if len(data):
+    return _text_of(data, int(size), first, group)
+
+
+def text_of_failed(text: str, error: Exception | None) -> tuple[int | None, str]:
+    """The first rank with an `error` and its text, or None and the text of rank 0, on every rank of the job.
+
+    As many collectives as `broadcast_text`. `error` is this rank's, as in `all_gather_rows`, and is raised here.
+    """
+    data = encode(text).to(device_of(None))
+    given = all_gather_rows(torch.tensor([len(data), error is not None]), error=error).tolist()
+    failed = next((rank for rank, (_, has_failed) in enumerate(given) if has_failed), None)
+    first, size = failed or 0, given[failed or 0][0]
+    if error is None:
+        return failed, _text_of(data, size, first, None)
+    options: Any = BroadcastOptions()
+    options.rootRank, options.timeout = first, LAST_WORDS
+    with suppress(RuntimeError):  # the others are elsewhere, and these were numbers of the user's collective
+        world: Any = dist.group.WORLD
+        data = data if len(data) == size else data.new_empty(size)
+        if size:
+            world.broadcast([data], options).wait(LAST_WORDS)
+    raise error
+
+
+def _text_of(data: Tensor, size: int, first: int, group: ProcessGroup | None) -> str:
+    """The text of global rank `first`, whose `data` have this size; no collective for an empty one."""
+    data = data if len(data) == size else data.new_empty(size)
+    if size:
         dist.broadcast(data, src=first, group=group)
     return decode(data.cpu())
 

@@ -14,7 +14,8 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from megatron_pg.args import ArgumentError
 from megatron_pg.metrics.file import MetricsFile
 from megatron_pg.metrics.reporting import GROUP, CallbackError, added_values
-from megatron_pg.plan.collectives import broadcast_text
+from megatron_pg.plan.collectives import all_gather_rows, text_of_failed
+from megatron_pg.plan.errors import message_of
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.findings import StepReport
 from megatron_pg.step.log import Console, StepLog, step_record
@@ -39,7 +40,7 @@ class RunLog:
         self.last_iteration = 0  # the last one that was logged in this run
         self.report: StepReport  # of the last training step
         self._on_step, self._say, self._path = on_step, say, path
-        self._has_additions = False  # rank 0 has an on_step
+        self._is_called_back = False  # a rank has an on_step
         self._console = Console(say, time.monotonic if sys.stdout.isatty() else None)
         self._file: MetricsFile | None = None
 
@@ -96,23 +97,31 @@ class RunLog:
     def _begin(self, log: StepLog, settings: LossSettings) -> None:
         if torch.distributed.get_rank() == 0:
             self._console.begin(log.report, settings, self._file.before(log.iteration) if self._file else ())
-        self._has_additions = bool(broadcast_text("yes" if self._on_step else "", 0))
+        self._is_called_back = bool(all_gather_rows(torch.tensor([self._on_step is not None])).any())
 
     def _additions(self, log: StepLog, record: Mapping[str, Any]) -> dict[str, float]:
-        """What rank 0's callback returned, or its error, on every rank: the writers are on two different ranks."""
-        returned = self._on_step(log) if self._on_step else None
-        if not self._has_additions:
+        """What rank 0's callback returned, or an error of a callback, on every rank: two ranks have the writers.
+
+        Raises:
+            CallbackError: rank 0 returned what no log can show, or the callback of another rank raised an error.
+        """
+        if not self._is_called_back:
             return {}
-        answer: dict[str, Any] = {}
-        if torch.distributed.get_rank() == 0:
-            try:
-                answer = {"values": added_values(returned, record.keys())}
-            except CallbackError as error:
-                answer = {"error": str(error)}
-        answer = json.loads(broadcast_text(json.dumps(answer), 0))
-        if "error" in answer:
-            raise CallbackError(answer["error"])
-        return answer["values"]
+        error: Exception | None = None
+        text = ""
+        try:
+            returned = self._on_step(log) if self._on_step else None
+            if torch.distributed.get_rank() == 0 and (values := added_values(returned, record.keys())):
+                text = json.dumps(values)
+        except CallbackError as failure:
+            error, text = failure, str(failure)
+        except Exception as failure:
+            rank = torch.distributed.get_rank()
+            error, text = failure, f"on_step raised an error on rank {rank}: {message_of(failure)}"
+        failed, text = text_of_failed(text, error)
+        if failed is not None:
+            raise CallbackError(text)
+        return json.loads(text or "{}")
 
 
 def _to_megatrons_writers(iteration: int, metrics: Mapping[str, float]) -> None:

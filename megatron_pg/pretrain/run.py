@@ -79,7 +79,8 @@ def pretrain(
         extra_args_provider: the script's own flags; megatron_pg's are added.
         args_defaults: Megatron's.
         on_step: called after every optimizer step, on every rank. Numbers by name that it returns on rank 0 are logged
-            with the step's metrics: metrics file, console line, TensorBoard and W&B.
+            with the step's metrics: metrics file, console line, TensorBoard and W&B. An error of one rank's call stops
+            every rank.
         say: called on rank 0 with the effective objective and every console line; default: standard output.
         metrics_file: metrics.jsonl of the run, written by rank 0. A resumed run continues it; steps that are trained
             again move to `metrics.jsonl.1`. None: no such file.

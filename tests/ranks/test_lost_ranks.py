@@ -25,7 +25,7 @@ IN_STEP = [
     )
 ]
 POINTS = ("arguments", "model", "data", "batch", "forward", "backward", "optimizer", "between", "checkpoint")
-TOLD = ("model", "data", "batch")  # where the ranks agree before they go on, so that all hear what has failed
+TOLD = ("model", "data", "batch", "between")  # the ranks agree before they go on, so that all hear what has failed
 LAYOUTS = {"dp2": 2, "tp2": 2, "pp2": 2, "dp4": 4, "tp2pp2": 4}
 THROUGH_PRETRAIN = [
     *(

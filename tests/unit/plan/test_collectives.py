@@ -5,7 +5,7 @@ import threads
 import torch
 import torch.distributed as dist
 
-from megatron_pg.plan.collectives import all_gather_rows, broadcast_text, gathered_texts
+from megatron_pg.plan.collectives import all_gather_rows, broadcast_text, gathered_texts, text_of_failed
 
 
 def test_rows_of_a_group_are_those_of_its_members():
@@ -49,6 +49,32 @@ TEXTS = ["", "a", "Σ m·ℓ", "line\nline\0", "x" * 20_000]
 def test_a_text_of_any_length_arrives_whole(text):
     assert threads.run(3, lambda rank: broadcast_text(text if rank == 1 else "mine", 1)) == [text] * 3
     assert threads.run(1, lambda rank: gathered_texts(text, None)) == [[text]]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("failing", [set(), {0}, {1, 2}, {2}])
+def test_every_rank_has_the_text_of_the_first_that_failed(text, failing, monkeypatch):
+    """Else that of rank 0; in both cases after two collectives, one where that text is empty."""
+    calls = []
+
+    def counted(name):
+        original = getattr(dist, name)
+        monkeypatch.setattr(dist, name, lambda *given, **named: calls.append(name) or original(*given, **named))
+
+    counted("all_gather")
+    counted("broadcast")
+    speaker = min(failing, default=0)
+
+    def work(rank):
+        try:
+            return text_of_failed(text if rank == speaker else "mine", OSError(rank) if rank in failing else None)
+        except OSError as error:
+            return error.args
+
+    heard = (speaker if failing else None, text)
+    assert threads.run(3, work) == [(rank,) if rank in failing else heard for rank in range(3)]
+    others = 3 - len(failing)  # those that failed call the group's own, to wait shortly
+    assert (calls.count("all_gather"), calls.count("broadcast")) == (others, others if text else 0)
 
 
 @pytest.mark.parametrize("missing", [{}, {1}, set(range(5))])

@@ -455,8 +455,9 @@ def logged(session, monkeypatch, tmp_path):
         )
         args = Namespace(log_interval=1, tensorboard_log_interval=1, **dict(arguments))
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-        answers = iter(heard or [])
-        monkeypatch.setattr(run_log, "broadcast_text", lambda text, source: next(answers, text))
+        monkeypatch.setattr(run_log, "all_gather_rows", lambda has_callback: has_callback | (heard is not None))
+        told = lambda text, error: heard or (rank if error else None, text)  # noqa: E731
+        monkeypatch.setattr(run_log, "text_of_failed", told)
         scalar = lambda name, value, step: board.update({name: (step, value)})  # noqa: E731
         monkeypatch.setattr(run_log, "get_tensorboard_writer", lambda: SimpleNamespace(add_scalar=scalar))
         monkeypatch.setattr(
@@ -499,8 +500,7 @@ def test_a_callback_that_returns_nothing_leaves_the_console_line(logged):
 
 
 def test_a_rank_without_a_callback_writes_what_that_of_rank_0_returned(logged):
-    heard = ["yes", json.dumps({"values": {"exact_match": 0.25}})]
-    run = logged(rank=1, heard=heard)  # TensorBoard and W&B are on the last rank
+    run = logged(rank=1, heard=(None, json.dumps({"exact_match": 0.25})))  # TensorBoard and W&B are on the last rank
     assert run.wandb["pg/exact_match"] == 0.25
     assert (run.said, run.records) == ([], [])
 
@@ -516,7 +516,30 @@ def test_a_mistake_of_a_callback_stops_every_rank(logged):
     with pytest.raises(CallbackError, match="on_step returned 'grad_norm', which is a metric of megatron_pg"):
         logged(lambda log: {"grad_norm": 1.0})
     with pytest.raises(CallbackError, match="of rank 0"):
-        logged(rank=1, heard=["yes", json.dumps({"error": "of rank 0"})])
+        logged(rank=1, heard=(0, "of rank 0"))
+
+
+@pytest.mark.parametrize(("failing", "without"), [(0, None), (1, None), (0, 2), (1, 0)])
+def test_an_error_in_the_callback_of_one_rank_stops_every_rank(failing, without, monkeypatch):
+    """The other ranks waited for rank 0's values until a timeout, or trained on until the launcher ended them."""
+
+    def on_step(log):
+        if torch.distributed.get_rank() == failing:
+            raise OSError("disk full")
+
+    def log(rank):
+        run = run_log.RunLog(None if rank == without else on_step, print, None)
+        run._begin(first, None)
+        return run._additions(first, {})
+
+    monkeypatch.setattr(run_log.Console, "begin", lambda *_: None)
+    first = SimpleNamespace(iteration=1, report=None)
+    errors = told(log)
+    assert isinstance(errors.pop(failing), OSError)
+    for error in errors.values():
+        assert isinstance(error, CallbackError)
+        assert str(error) == f"on_step raised an error on rank {failing}: OSError: disk full"
+    assert len(errors) == 2
 
 
 def test_a_red_flag_is_explained_once_beside_the_line(logged):
