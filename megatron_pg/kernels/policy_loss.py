@@ -201,8 +201,9 @@ class PolicyLoss:
         further, term_losses = self._terms(tokens, logprobs, entropy, topk, divergence)
         loss = loss if further is None else loss + further
         named = None if topk is None else torch.where(cast(Tensor, self.topk_ids) >= 0, topk.head.detach().exp(), 0)
-        if self.terms.grad_divisor != 1.0:
-            loss = loss.detach() + (loss - loss.detach()) / self.terms.grad_divisor
+        if (divisor := self.terms.grad_divisor) != 1.0:
+            stopped = loss.detach()  # inf - inf would be NaN
+            loss = torch.where(stopped.isfinite(), stopped + (loss - stopped) / divisor, loss / divisor)
         return PolicyGradientLoss(
             loss,
             token_losses.detach(),

@@ -1,5 +1,8 @@
 """What `grpo_loss` takes and refuses. Values and gradients: `triton/test_loss` and `test_readers`."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -101,6 +104,18 @@ def test_a_vocabulary_of_another_width_is_refused(impl, columns):
 def test_an_unknown_implementation_of_the_cross_entropy_is_refused():
     with pytest.raises(ValueError, match=r"^impl='tritn' is not one of triton, torch"):
         cross_entropy(torch.randn(6, 9), torch.zeros(6).long(), torch.tensor([0]), Vocabulary.of(9), impl="tritn")
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_gradient_divisor_leaves_an_infinite_loss_as_it_is(impl, value):
+    """With a divisor it was NaN in torch."""
+    policy_loss = loss_of("grpo", advantages=torch.full((6,), -value))
+    for divisor in (1.0, 8.0):
+        divided = replace(policy_loss, terms=replace(policy_loss.terms, grad_divisor=divisor))
+        for logits in (torch.randn(6, 9), torch.randn(6, 9).requires_grad_()):
+            loss = policy_gradient_loss(logits, divided, Vocabulary.of(9), impl=impl).loss.detach()
+            torch.testing.assert_close(loss, torch.tensor(value), equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["slots", "order"])
