@@ -40,10 +40,11 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
         known |= {f"sequences.{name}": getattr(fields.sequences, name) for name in ("slots", "order")}
     size, device = (fields.targets.numel(),), values.device
     for name, found in known.items():
-        if found.shape != size and not (name in _TABLES and found.dim() == 2 and found.shape[:1] == size):
+        is_table = name in _TABLES
+        if found.shape[:1] != size or found.dim() != 1 + is_table or (is_table and not found.shape[1]):
+            form = "[T, K] with K of 1 or more; an id of -1 means none" if is_table else "one value per token"
             raise ValueError(
-                f"{name} has shape {tuple(found.shape)} for {tuple(fields.targets.shape)} targets. Give one value per "
-                "token."
+                f"{name} has shape {tuple(found.shape)} for {tuple(fields.targets.shape)} targets. Give {form}."
             )
         if found.device != device:
             raise ValueError(f"{name} is on {found.device} and the logits on {device}. Move it there.")

@@ -11,11 +11,13 @@ from reader_cases import TOPK as NAMES
 from reader_cases import ReaderCase
 
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
+from megatron_pg.lm_head import Head, policy_gradient_head_loss
 from megatron_pg.objectives import objective_of
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
+TABLE = r"for \(6,\) targets. Give \[T, K\] with K of 1 or more"
 LIMITS = {"torch": 1e-12, "triton": 4e-6}  # of float64 and float32
 
 
@@ -151,12 +153,18 @@ def test_without_gradient_the_logits_stay_as_they_are():
         ({"ids": torch.zeros(6, 4, dtype=torch.int64)}, "teacher_topk.ids has dtype torch.int64, which kernels would"),
         ({"tails": torch.zeros(5)}, r"teacher_topk.tails has shape \(5,\) for \(6,\) targets"),
         ({"logprobs": torch.zeros(6, 5)}, r"teacher_topk.logprobs has shape \(6, 5\) for ids \(6, 4\)"),
+        ({"ids": torch.zeros(6, 0, dtype=torch.int32)}, rf"teacher_topk.ids has shape \(6, 0\) {TABLE}"),
+        ({"ids": torch.zeros(6, dtype=torch.int32)}, rf"teacher_topk.ids has shape \(6,\) {TABLE}"),
+        ({"logprobs": torch.zeros(6)}, rf"teacher_topk.logprobs has shape \(6,\) {TABLE}"),
         (None, "teacher_topk is missing, and a term of the loss needs it"),
     ],
 )
-def test_a_teacher_is_missing_misshapen_or_of_another_type(change, message):
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_teacher_is_missing_misshapen_or_of_another_type(change, message, impl):
     loss = ReaderCase.draw("topk_jsd", 9, rows=6, width=4).policy_loss
     teacher = None if change is None else replace(loss.fields.teacher_topk, **change)
     loss = PolicyLoss(loss.terms, replace(loss.fields, teacher_topk=teacher))
     with pytest.raises(ValueError, match=message):
-        policy_gradient_loss(torch.randn(6, 10), loss, Vocabulary.of(10), impl="torch")
+        policy_gradient_loss(torch.randn(6, 10), loss, Vocabulary.of(10), impl=impl)
+    with pytest.raises(ValueError, match=message):
+        policy_gradient_head_loss(torch.randn(6, 4), torch.randn(10, 4), loss, Vocabulary.of(10), Head(impl=impl))

@@ -266,6 +266,38 @@ def test_untrained_tokens_may_have_arbitrary_values():
         dataclasses.replace(sample, masks={"echo": torch.tensor([False, False, True])})
 
 
+@pytest.mark.parametrize("name", ["teacher_topk", "rollout_topk"])
+@pytest.mark.parametrize(
+    ("ids", "logprobs"),
+    [
+        ([[], [], []], [[], [], []]),
+        (np.zeros((3, 0), dtype=np.int64), np.zeros((3, 0))),
+        (torch.zeros(3, 0, dtype=torch.int32), torch.zeros(3, 0).bfloat16()),
+    ],
+    ids=["lists", "arrays", "tensors"],
+)
+def test_a_record_without_any_id_is_one_with_none_at_each_token(name, ids, logprobs, tmp_path):
+    """It is written, read and packed; a term that trains one of its tokens refuses it."""
+    sample = Sample.build(**FIELDS, **{name: {"ids": ids, "logprobs": logprobs}})
+    with RolloutWriter(tmp_path / "rollouts.jsonl", version=2) as writer:
+        writer.write([sample])
+    (read,) = read_rollouts(tmp_path / "rollouts.jsonl")
+    for record in (getattr(sample, name), getattr(read, name)):
+        assert record.ids.shape == record.logprobs.shape == (3, 0)
+        assert record.tails.tolist() == [1.0, 1.0, 1.0]
+        with pytest.raises(ValueError, match=f"^{name} of sample 2 has no id at response token 1, which --pg-term"):
+            PAYLOADS[name].check_read(record, torch.tensor([False, True, True]), "2", "--pg-term")
+    if name == "teacher_topk":
+        other = Sample.build(**FIELDS, teacher_topk=TOPK)
+        for samples, width in (([sample], 1), ([read, other], 2)):
+            batch = pack(samples, qkv_format="thd")
+            tokens = {"weights": torch.zeros(3 * len(samples), dtype=torch.float64)}
+            tokens["teacher_topk"] = torch.ones(3 * len(samples), dtype=torch.bool)
+            rows = slice_batch(batch, tokens, cp_rank=0, cp_size=1).fields.teacher_topk
+            assert rows.ids.shape[1] == width
+            assert (rows.ids[batch.spread(torch.arange(3 * len(samples)) < 3).flatten()] == -1).all()
+
+
 # ---- What is computed of them ----
 
 
