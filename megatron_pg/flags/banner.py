@@ -45,11 +45,6 @@ def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
     return [row for row in rows if row[0] not in of_policies]
 
 
-def in_force(args: argparse.Namespace, impl: str, head: str | None) -> argparse.Namespace:
-    """The arguments with the kernel in force and, if it was chosen, the fused head instead of the flags' defaults."""
-    return argparse.Namespace(**vars(args) | {"pg_kernel": impl} | ({"pg_fused_head": head} if head else {}))
-
-
 def banner(args: argparse.Namespace) -> str:
     """The rows of `describe` as text for the log."""
     return banner_of(describe(args))

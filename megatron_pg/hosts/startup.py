@@ -11,7 +11,7 @@ from megatron_pg.args import ArgumentError, ArgumentNotice, add_arguments, defau
 from megatron_pg.declarations.aggregations import is_by_turn
 from megatron_pg.declarations.declaration import Number, attribute_of, did_you_mean, flag_of
 from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.flags.banner import banner_of, describe, in_force
+from megatron_pg.flags.banner import banner_of, describe
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
 from megatron_pg.flags.option_text import Selection, joined
@@ -168,7 +168,7 @@ def rows_of(host: str, checked: CheckedArguments, scaling: str, settings: LossSe
 
     `scaling` is what the host multiplies and divides the returned loss by; `settings` what has been chosen, if known.
     """
-    args = checked.args if settings is None else in_force(checked.args, settings.kernel, settings.head_choice)
+    args = checked.args if settings is None else settings.in_force(checked.args)
     of_loss = {name: text for name, text in describe(args) if name not in ("Megatron", "layout")}  # a host has its own
     return of_loss | {host: scaling} | checked.rows
 

@@ -126,6 +126,11 @@ class LossSettings:
 
         return f"{self.impl}, {path_on(device).text}"
 
+    def in_force(self, args: Namespace) -> Namespace:
+        """The arguments with the kernel in force and, if it was chosen, the fused head instead of the defaults."""
+        head = {} if self.head_choice is None else {"pg_fused_head": self.head_choice}
+        return Namespace(**vars(args) | {"pg_kernel": self.kernel} | head)
+
     def with_entropy(self, adaptive: AdaptiveEntropy) -> "LossSettings":
         """The same loss with another coefficient of the entropy term."""
         further = tuple(replace(t, weight=adaptive.value) if t.name == "entropy" else t for t in self.terms.further)

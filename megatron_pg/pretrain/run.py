@@ -25,7 +25,7 @@ from megatron.training import arguments, checkpointing, training
 from megatron.training.global_vars import get_args
 
 from megatron_pg.args import ArgumentError, ArgumentWarning, add_arguments, checkpoint_changes, validate_args
-from megatron_pg.flags.banner import describe, in_force
+from megatron_pg.flags.banner import describe
 from megatron_pg.plan.documents import Documents, EndOfDocuments
 from megatron_pg.pretrain.data import checked_data
 from megatron_pg.pretrain.documents import RunDocuments
@@ -184,7 +184,7 @@ class _Run:
         args = get_args()
         settings = start(args, self._say, self.log.open)
         self._save = args.save
-        self.log.objective = dict(describe(in_force(args, settings.kernel, settings.head_choice)))
+        self.log.objective = dict(describe(settings.in_force(args)))
         return PolicyGradientStep(settings, self.keep, routing_replay=self._routing_replay, dynamic_cp=self._dynamic_cp)
 
     @contextmanager

@@ -11,7 +11,7 @@ import torch
 
 from megatron_pg.args import ArgumentError, disagreement, rank_snapshot, validate_args
 from megatron_pg.declarations.declaration import flag_of
-from megatron_pg.flags.banner import banner, command_line, in_force
+from megatron_pg.flags.banner import banner, command_line
 from megatron_pg.flags.import_path import source_of
 from megatron_pg.plan.collectives import gathered_texts
 from megatron_pg.plan.settings import LossSettings, agreed
@@ -42,7 +42,7 @@ def start(args: Namespace, say: Callable[[str], None], open_files: Callable[[], 
         error = failure
     settings = agreed(_compare_ranks(given, settings, error))
     if torch.distributed.get_rank() == 0:
-        say(banner(in_force(args, settings.kernel, settings.head_choice)))
+        say(banner(settings.in_force(args)))
     if args.pg_dry_run or requested == "1":
         _end_dry_run(say)
     return settings

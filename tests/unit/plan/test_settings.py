@@ -10,7 +10,7 @@ from namespaces import accepts, arguments
 
 from megatron_pg.declarations.choices import HEAD_MODES
 from megatron_pg.flags import compatibility
-from megatron_pg.flags.banner import banner, in_force
+from megatron_pg.flags.banner import banner
 from megatron_pg.kernels import device
 from megatron_pg.kernels.checks import check_triton
 from megatron_pg.kernels.triton.loss import path_on
@@ -151,7 +151,7 @@ def test_a_custom_objective_that_reads_whole_sequences_is_found_when_it_is_loade
 def test_the_banner_of_a_process_that_trains_names_the_mode_and_why(given, shown):
     found, args = settings_of(**given), arguments(**{"pg_fused_head": "auto"} | given)
     accepts(args)
-    assert f"(--pg-fused-head {shown}" in banner(in_force(args, found.kernel, found.head_choice))
+    assert f"(--pg-fused-head {shown}" in banner(found.in_force(args))
 
 
 def test_ranks_whose_gpus_differ_agree_on_forward(hopper):
