@@ -120,6 +120,7 @@ $(SMOLLM2): | .venv/ready
 docs: .venv/ready
 	$(BIN)/python docs/tables.py
 	@for name in $(PICTURES); do PYTHONPATH=papers $(BIN)/python docs/pictures/$$name.py || exit 1; done
+	$(BIN)/megatron-pg mismatch docs/engine.jsonl --output docs/pictures/mismatch.png --overwrite > /dev/null
 
 site: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

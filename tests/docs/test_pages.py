@@ -195,6 +195,16 @@ def test_the_pictures_are_drawn_from_the_package(tmp_path, capsys):
     assert 5_000 < min(sizes) <= max(sizes) < 100_000
 
 
+def test_every_picture_has_a_command_that_draws_it():
+    """Scripts of docs/pictures and papers, `make docs`, or the run that a page lists."""
+    scripts = [*(ROOT / "docs/pictures").glob("*.py"), *(ROOT / "papers").glob("*.py"), ROOT / "Makefile"]
+    texts = [path.read_text(encoding="utf-8") for path in scripts]
+    pictures = {path.name for path in (ROOT / "docs/pictures").glob("*.png")}
+    of_a_run = {"distillation.png"}  # curves.png of runs/student
+    assert "--run-dir runs/student" in (ROOT / "docs/distillation.md").read_text(encoding="utf-8")
+    assert pictures - of_a_run == {name for name in pictures if any(name in text for text in texts)}
+
+
 MESSAGES = ROOT / "docs" / "messages.md"
 
 

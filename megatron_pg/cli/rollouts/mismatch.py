@@ -147,6 +147,7 @@ def _draw(options: argparse.Namespace, gap: Gap) -> None:
         numbers, index = np.unique(gap.document, return_inverse=True)
         last.plot(gap.step[numbers], np.bincount(index, weights=size) / np.bincount(index), ".", alpha=0.6)
         last.set(yscale="log", xlabel="optimizer step", ylabel="mean |d|, nats", title="samples, one point each")
+        last.xaxis.get_major_locator().set_params(integer=True)
         for axes in (left, right, below, last):
             axes.grid(alpha=0.3)
         figure.suptitle(", ".join(Path(path).name for path in options.rollouts[:3]), fontsize=11)
