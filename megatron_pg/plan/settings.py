@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +25,6 @@ from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections.correction import NONE as NO_CORRECTION
 from megatron_pg.objectives.corrections.correction import Correction
 from megatron_pg.objectives.custom.loading import custom_objective_of
-from megatron_pg.plan.collectives import all_gather_rows
 from megatron_pg.plan.table import PlanRule
 from megatron_pg.reducers.custom import CustomReducer, load_custom_reducer
 from megatron_pg.rollouts.fields import POLICY
@@ -248,11 +248,9 @@ def _kernel_and_head(facts: Facts, terms: LossTerms) -> dict[str, Any]:
     return {"impl": kernel, "head_mode": mode, "head_choice": text}
 
 
-def agreed(settings: LossSettings) -> LossSettings:
-    """The settings with forward if `auto` chose scaled_exp on some of the ranks only; every rank must call."""
-    if settings.head_choice is None:
+def agreed(settings: LossSettings, modes: Sequence[str | None]) -> LossSettings:
+    """The settings with forward if `auto` chose scaled_exp on some of the ranks only; `modes`: of every rank."""
+    number = modes.count("scaled_exp")
+    if settings.head_choice is None or number in (0, len(modes)):
         return settings
-    modes = all_gather_rows(torch.tensor([settings.head_mode == "scaled_exp"], dtype=torch.int64))
-    differ = 0 < int(modes.sum()) < len(modes)
-    text = f"{AUTO}: forward because of GPUs that differ"
-    return replace(settings, head_mode="forward", head_choice=text) if differ else settings
+    return replace(settings, head_mode="forward", head_choice=f"{AUTO}: forward because of GPUs that differ")

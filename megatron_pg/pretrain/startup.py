@@ -40,7 +40,7 @@ def start(args: Namespace, say: Callable[[str], None], open_files: Callable[[], 
         open_files()
     except Exception as failure:  # raised on every rank, after the comparison
         error = failure
-    settings = agreed(_compare_ranks(given, settings, error))
+    settings = _compare_ranks(given, settings, error)
     if torch.distributed.get_rank() == 0:
         say(banner(settings.in_force(args)))
     if args.pg_dry_run or requested == "1":
@@ -75,7 +75,10 @@ def _check_warm_up(args: Namespace) -> None:
 def _compare_ranks(
     given: Mapping[str, str | None], settings: LossSettings | None, error: Exception | None
 ) -> LossSettings:
-    """The settings. Raises on every rank if arguments or functions differ (rule E23), or if one rank has an error."""
+    """The settings, with a mode of the fused head that every rank can take.
+
+    Raises on every rank if arguments or functions differ (rule E23), or if one rank has an error.
+    """
     sources: dict[str, str | None] = {
         "source of the custom reducer": source_of(settings.reducer)[1] if settings and settings.reducer else None,
         "source of the objective": source_of(settings.terms.objective.loss)[1] if settings else None,
@@ -84,9 +87,12 @@ def _compare_ranks(
     if message := disagreement(given_per_rank):
         raise ArgumentError([("E23", message)]) from error
     raise_on_every_rank(error, "E23")
-    if message := disagreement(_gather_texts(sources)):
+    settings = cast(LossSettings, settings)  # without settings this rank has an error
+    per_rank = _gather_texts(sources | {"mode": settings.head_mode})
+    modes = [texts.pop("mode") for texts in per_rank]
+    if message := disagreement(per_rank):
         raise ArgumentError([("E23", message)])
-    return cast(LossSettings, settings)  # without settings this rank has an error
+    return agreed(settings, modes)
 
 
 def _gather_texts(texts: Mapping[str, str | None]) -> list[dict[str, str | None]]:

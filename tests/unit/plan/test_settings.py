@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-import threads
 import torch
 import triton
 from namespaces import accepts, arguments
@@ -159,7 +158,7 @@ def test_ranks_whose_gpus_differ_agree_on_forward(hopper):
     other = dataclasses.replace(chosen, head_mode="forward", head_choice=text_of("forward", KERNEL))
 
     def modes(*ranks: LossSettings) -> list[str | None]:
-        return [each.head_mode for each in threads.run(len(ranks), lambda rank: agreed(ranks[rank]))]
+        return [agreed(rank, [each.head_mode for each in ranks]).head_mode for rank in ranks]
 
     assert modes(chosen, chosen, other) == ["forward"] * 3
     assert modes(chosen, chosen) == ["scaled_exp"] * 2
@@ -168,11 +167,10 @@ def test_ranks_whose_gpus_differ_agree_on_forward(hopper):
     assert modes(recompute, recompute) == ["recompute"] * 2
 
 
-def test_ranks_with_a_mode_exchange_nothing():
-    """As does one process without a process group."""
+def test_a_mode_that_was_not_chosen_by_auto_stays():
     for head in (None, *HEAD_MODES):
         given = settings_of(pg_fused_head=head, pg_kernel="torch")
-        assert agreed(given) is given
+        assert agreed(given, ["scaled_exp", "forward"]) is given
 
 
 @pytest.mark.parametrize("given", [{}, {"pg_kernel": "triton"}, {"pg_fused_head": "scaled_exp"}])

@@ -328,6 +328,19 @@ def test_ranks_compare_arguments_of_any_length():
     threads.run(2, compare)
 
 
+def test_ranks_agree_on_the_head_in_an_exchange_that_they_make_anyway(monkeypatch):
+    """It had its own collective."""
+    calls, gather = [], torch.distributed.all_gather
+    counted = lambda *given, **named: calls.append(1) or gather(*given, **named)  # noqa: E731
+    monkeypatch.setattr(torch.distributed, "all_gather", counted)
+    numbers = []
+    for head in ([], ["--pg-fused-head", "forward"], ["--pg-fused-head"]):
+        threads.run(2, lambda rank, head=head: startup.start(arguments(*head), lambda text: None, lambda: None))
+        numbers.append(len(calls))
+        calls.clear()
+    assert numbers == [numbers[0]] * 3
+
+
 def test_ranks_whose_gpus_differ_start_with_one_mode_of_the_fused_head(monkeypatch):
     said, from_args = [], startup.LossSettings.from_args
 
