@@ -21,6 +21,7 @@ from megatron_pg.rollouts.printable import listed, printable, shorten
 
 # verl: actor_rollout_ref.model.path=…, +PATH.megatron_pg={…}; the value of a flag may look like one
 _OVERRIDE = re.compile(r"[+~]{0,2}(?P<key>[A-Za-z_]\w*(?:\.\w+)*)=")
+_FLAG = re.compile(r"--?[A-Za-z]")  # not a negative number, which is another flag's value
 MODEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
@@ -37,7 +38,7 @@ class Launch:
     @property
     def unread(self) -> str:
         """The flags of other parsers, as a row of text; empty if there are none."""
-        flags = dict.fromkeys(word.partition("=")[0] for word in self.others if word.startswith("-"))
+        flags = dict.fromkeys(word.partition("=")[0] for word in self.others if _FLAG.match(word))
         return f"{listed(flags)}; docs/migrating.md translates flags of other frameworks" if flags else ""
 
 

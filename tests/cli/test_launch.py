@@ -166,6 +166,7 @@ def test_flags_that_are_not_read_are_named(cli):
     assert row in cli.done("validate --pg-kl-coef 0 --use-tis --tis-clip 2 --tis-clip=3")
     assert re.search(r"not read +--use-tis; docs/migrating", cli.done("explain --pg-kl-coef 0 --use-tis"))
     assert "not read" not in cli.done("validate --pg-kl-coef 0")
+    assert "not read: --score; docs" in cli.done("validate --pg-kl-coef 0 --score -.5e-3")
 
 
 LAYOUTS = [
