@@ -20,11 +20,11 @@ TEMPERATURE, SCALE, WIDTH = 0.8, 3.0, 16
 IMPLS = [("torch", torch.float64), ("torch", torch.float32), ("triton", torch.float32)]
 SOURCES = ("stored", "inplace", "forward", "recompute")
 PATHS = [  # a full teacher has heads only, and torch writes no gradient into the logits
-    (reader, source, *impl)
+    pytest.param(reader, source, impl, dtype, id=f"{reader}-{impl}-{str(dtype)[6:]}-{source}")
     for reader in READERS
-    for impl in IMPLS
+    for impl, dtype in IMPLS
     for source in SOURCES
-    if not (reader in FULL and source in ("stored", "inplace")) and (source, impl[0]) != ("inplace", "torch")
+    if not (reader in FULL and source in ("stored", "inplace")) and (source, impl) != ("inplace", "torch")
 ]
 LIMITS = {  # of stored logits and of heads, whose products are rounded too
     ("stored", torch.float64): 1e-12,
@@ -160,7 +160,7 @@ def test_loss_and_gradients_are_those_of_the_definition(reader, impl, dtype, sou
 
 
 @pytest.mark.parametrize("count", [0, len(COUNTS)])
-@pytest.mark.parametrize(("reader", "source", "impl", "dtype"), [each for each in PATHS if each[2:] != IMPLS[0]])
+@pytest.mark.parametrize(("reader", "source", "impl", "dtype"), [each for each in PATHS if each.values[2:] != IMPLS[0]])
 def test_without_a_trained_token_loss_and_gradients_are_zero(reader, impl, dtype, source, count, full):
     """Logits and hidden states are NaN, or there are none."""
     skip_slow(reader, impl, source, full)
@@ -180,7 +180,7 @@ def test_without_a_trained_token_loss_and_gradients_are_zero(reader, impl, dtype
     "Logit softcap, stored logits and heads, torch and Triton: loss and gradients, relative to the reader's limit"
 )
 @pytest.mark.parametrize(
-    ("reader", "source", "impl", "dtype"), [each for each in PATHS if each[0] not in {*TOPK} - {"topk_jsd"}]
+    ("reader", "source", "impl", "dtype"), [each for each in PATHS if each.values[0] not in {*TOPK} - {"topk_jsd"}]
 )
 def test_logits_with_a_softcap(reader, impl, dtype, source, full, evidence):
     """Some logits are beyond the cap; padding, which is likely, and columns outside a sampling mask have no part."""
